@@ -137,7 +137,7 @@ def _made_to(way: str, context: Callable[[], contextlib.AbstractContextManager[A
     """Makes all calls share rows in this way."""
     devices, mosaic = (importlib.import_module(f"jaxsoftmax.ops.softmax.{name}") for name in ("across_devices", "mosaic_sm90"))
     is_one, reason = WAYS[way]
-    always = mock.patch.object(devices, "unprofitable", return_value=reason)
+    always = mock.patch.object(devices, "slower_states", return_value=reason)
     refused = None if is_one else f"the way {way!r} is measured"
     with context(), mock.patch.object(mosaic, "_refused_devices", return_value=refused), always:
         yield

@@ -281,7 +281,7 @@ def choose(
 def _plan(
     name: str, kernels: Kernels, problem: Problem, target: Target, obstacle: str | None, is_forced: bool
 ) -> Plan | Refusal:
-    """Asks an implementation for its plan, unless its module need not load to refuse."""
+    """Asks an implementation for its plan, or refuses for it where its module need not load."""
     if target.platform not in kernels.platforms:
         return Refusal(f"it runs on {' and '.join(kernels.platforms)}, not on {target.platform}")
     if obstacle is not None:

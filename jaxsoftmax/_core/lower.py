@@ -20,7 +20,7 @@ from jax.interpreters import mlir
 
 from jaxsoftmax._core import compat, fusion, sharding
 from jaxsoftmax._core.choose import Choice, choose, record
-from jaxsoftmax._core.operation import Operation
+from jaxsoftmax._core.operation import OnShards, Operation
 from jaxsoftmax._core.sharding import Cut
 from jaxsoftmax._core.target import ONE_DEVICE, Machine, Target, target_for
 
@@ -148,8 +148,8 @@ def on_reference(
     names, types = list(operands), list(_types_of(operands).values())
     manual = _manual_cuts(operation, types[0], axis_name, params) if axis_name else {}
 
-    def run(*arrays, over=None, machine=ONE_DEVICE):
-        named, cuts = dict(zip(names, arrays, strict=True)), (over or {}) | manual
+    def run(*arrays, cuts=None, machine=ONE_DEVICE):
+        named, cuts = dict(zip(names, arrays, strict=True)), (cuts or {}) | manual
         if cuts:
             return _across_devices(operation, ReferenceRunner(), named, cuts, params, is_manual=bool(manual))
         problem = operation.problem(operation, _types_of(named), params, machine=machine)
@@ -190,9 +190,9 @@ def _across_devices(
     """Computes an operation whose rows devices share, by the rule of its op, from each device's part."""
     if operation.op.across_devices is None:
         raise AssertionError(f"{operation.name} has no rule for rows that devices share")
-    rule = operation.op.across_devices()[operation.name]
+    rule = operation.op.across_devices()[operation]
     options = {} if operation.is_aligned else {"is_manual": is_manual, "knows_cuts": knows_cuts}
-    return jax.tree.leaves(rule(runner, **dict.fromkeys(operation.by_name) | operands, over=cuts, **params, **options))
+    return jax.tree.leaves(rule(runner, **dict.fromkeys(operation.by_name) | operands, cuts=cuts, **params, **options))
 
 
 @dataclass(frozen=True)
@@ -207,9 +207,9 @@ class Placement:
     depends_on_cuts: bool  # True if a parameter depends on how sequences are cut, and it is known which axes are whole
     is_reordered: bool  # True if operands are in an order that only the rule for shared sequences undoes
 
-    def on_shard(self, *operands, over) -> list[Any]:
-        """Computes the results from shards of the operands, which are cut as `over` says."""
-        site, cuts, params = self.site, over | self.manual, dict(self.site.params)
+    def on_shard(self, *operands, cuts) -> list[Any]:
+        """Computes the results from shards of the operands, which are cut as `cuts` says."""
+        site, cuts, params = self.site, cuts | self.manual, dict(self.site.params)
         named = site.named(operands)
         knows_cuts = bool(cuts) or self.depends_on_cuts
         if not (knows_cuts or self.is_reordered):
@@ -222,9 +222,9 @@ class Placement:
         operation = self.site.operation
         if self.n_devices == 1:
             return False
-        is_cut = operation.is_cut and self.obstacle is None
+        runs_all = operation.on_shards is OnShards.EVERYTHING and self.obstacle is None
         # Types that say how arrays are sharded are in the way of a reference that reshapes.
-        return not choice.is_reference or is_cut or (not operation.is_aligned and sharding.explicit_mesh(avals) is not None)
+        return not choice.is_reference or runs_all or (not operation.is_aligned and sharding.explicit_mesh(avals) is not None)
 
 
 def _placement(platform, ctx, site: Site) -> Placement:
@@ -233,7 +233,7 @@ def _placement(platform, ctx, site: Site) -> Placement:
     target = target_for(platform or platforms[0])
     manual = _manual_cuts(operation, ctx.avals_in[0], site.axis_name, params) if site.axis_name else {}
     n_devices, obstacle = sharding.partitioning(ctx)
-    if n_devices > 1 and operation.is_uncut:
+    if n_devices > 1 and operation.on_shards is OnShards.NOTHING:
         obstacle = obstacle or "on several devices it runs only inside a shard_map over all mesh axes"
     pairs = zip(site.names, ctx.avals_in, site.dtypes, strict=True)
     runner = Runner(
@@ -257,7 +257,7 @@ def _lower_call(platform, ctx, *operands, site: Site, results):
     # What varies over axes of a shard_map around matters to no implementation, and kernels that write in place refuse it.
     bare = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype, sharding=a.sharding) for a in ctx.avals_in])
     if placement.manual and operation.is_aligned:
-        return _emit(functools.partial(placement.on_shard, over={}), bare, operands)
+        return _emit(functools.partial(placement.on_shard, cuts={}), bare, operands)
     runner, n_devices = placement.runner, placement.n_devices
     choice = runner.choose(operation, site.named(ctx.avals_in), n_devices, placement.obstacle, **params)
     if placement.is_partitioned(choice, ctx.avals_in):
@@ -270,9 +270,11 @@ def _lower_call(platform, ctx, *operands, site: Site, results):
         # One device, too, may need the rule for shared sequences.
         is_reordered = placement.is_reordered and not choice.is_reference
         if placement.manual or placement.depends_on_cuts or is_reordered:
-            return placement.on_shard(*operands, over={})
+            return placement.on_shard(*operands, cuts={})
         return runner.run(choice, site.named(operands))
 
+    # A reference that reshapes takes operands of no mesh; that of an aligned operation does not, and keeps their shardings.
+    # Where a `shard_map` around leaves some axes automatic, collectives need the mesh of the context.
     if operation.is_aligned or (placement.manual and n_devices > 1):
         return _emit(whole, bare, operands)
     with sharding.on_no_mesh():

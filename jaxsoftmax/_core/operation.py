@@ -1,5 +1,6 @@
 """Declares ops: their operands and results, from which batching, sharding and derivatives derive, and what implements them."""
 
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,13 +30,21 @@ class Op:
     name: str  # of the folder in `ops`
     kernels: dict[str, Kernels]  # implementations with kernels by name, the preferred one first
     reference: Callable[[], Any]  # loads the module of the reference, which is called "xla" and runs everywhere
-    # Loads the rules for operations whose rows, or sequences, devices share, by name; None if devices never share any.
-    across_devices: Callable[[], Mapping[str, Callable[..., Any]]] | None = None
+    # Loads the rules for operations whose rows, or sequences, devices share; None if devices never share any.
+    across_devices: Callable[[], Mapping["Operation", Callable[..., Any]]] | None = None
 
     @property
     def implementations(self) -> tuple[str, ...]:
         """The names that the argument `implementation` takes."""
         return (*self.kernels, "xla")
+
+
+class OnShards(enum.Enum):
+    """Parts of an implementation that run on shards where XLA may cut the operands."""
+
+    NOTHING = enum.auto()  # kernels need one device or a shard_map over all mesh axes; XLA partitions the reference
+    KERNELS = enum.auto()  # XLA partitions the reference
+    EVERYTHING = enum.auto()  # the reference too, because XLA would gather the batch
 
 
 @dataclass(frozen=True)
@@ -70,10 +79,8 @@ class Operation:
       types: `types(operands, **params)` returns shapes and dtypes of the results, from the operands by name.
       results: `results(**params)` describes the results; None if they have the axes of the operands.
       linear: names of the operands in which the operation is linear, all of them together.
-      problem: class of the problems that implementations plan.
-      is_uncut: True if kernels run only on one device or inside a shard_map over all mesh axes. Elsewhere the reference runs,
-        and XLA shards it.
-      is_cut: True if the reference too runs on shards, as kernels do, because XLA would gather the batch.
+      problem: makes the problem of a call, of `Problem` or a subclass.
+      on_shards: the parts of an implementation that run on shards where XLA may cut the operands.
       knows_machine: True if the reference takes `machine`, the devices that XLA runs it on.
       joined: names of the axes along which devices merge their parts, by the rule in `op.across_devices`. If all operands
         have the same axes, the parameter `axes` names them.
@@ -89,9 +96,8 @@ class Operation:
     types: Callable[..., Sequence[Any]]
     results: Callable[..., Sequence[Operand]] | None = None
     linear: tuple[str, ...] = ()
-    problem: type[Problem] = Problem
-    is_uncut: bool = False
-    is_cut: bool = False
+    problem: Callable[..., Any] = Problem
+    on_shards: OnShards = OnShards.KERNELS
     knows_machine: bool = False
     joined: tuple[str, ...] = ()
     is_reordered: Callable[..., bool] = lambda **params: False

@@ -2,7 +2,7 @@
 
 Operands that are None are left out of a primitive; its parameter `names` lists those that are present. Every primitive has the
 parameter `implementation`, the name of the one that must run or None. If all operands have the same axes, the parameter `axes`
-names those of the softmax. `lower` lowers primitives.
+names the axes of a row. `lower` lowers primitives.
 """
 
 import functools
@@ -129,7 +129,7 @@ def _types(operation: Operation, *avals, names, **params):
 def _batch(operation: Operation, operands, dims, *, names, **params):
     """Adds a batch axis: in front, or, if all operands have the same axes, where the first batched operand has it.
 
-    Kernels need the axes of the softmax to be neighbours: a batch axis that stands between them is moved in front of them.
+    Kernels need the axes of a row to be neighbours: a batch axis that stands between them is moved in front of them.
     Operands that are not batched get size 1 there, if they may have it.
     """
     at, size = next((dim, operand.shape[dim]) for operand, dim in zip(operands, dims, strict=True) if dim is not None)

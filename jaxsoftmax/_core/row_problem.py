@@ -49,7 +49,7 @@ class RowProblem:
         )
 
     @property
-    def rows(self) -> int:
+    def n_rows(self) -> int:
         return self.outer * self.inner
 
     @functools.cached_property
@@ -61,7 +61,7 @@ class RowProblem:
         """Calls `indexed` for each of `outer`, `cols` and `inner`."""
         return tuple(indexed(shape, self.shape, members) for members in self.members)
 
-    def unsupported(self, most_rows: int) -> str | None:
+    def refused(self, most_rows: int) -> str | None:
         """Says why no kernel sees these rows as `[outer, cols, inner]`, or returns None if one can."""
         if any(axis not in self.axes and self.shape[axis] != 1 for axis in self.members[1]):
             return f"the axes must be neighbours, got axes {self.axes} of shape {self.shape}"

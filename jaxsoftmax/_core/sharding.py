@@ -299,7 +299,7 @@ def tells_what_is_whole(aval: Any, devices: int) -> bool:
 def partitioned(
     function, ctx, names_in: Names, names_out: Names, joined: Sequence[Any] = (), is_aligned: bool = True
 ) -> Callable[..., Any]:
-    """Makes a function of whole operands that runs `function(*shards, over=cuts)` on each device.
+    """Makes a function of whole operands that runs `function(*shards, cuts=cuts)` on each device.
 
     `function` merges over devices along axes of the names `joined`; `cuts` maps each of these names that is sharded to its
     `Cut`. Along other names results are summed over devices. If the operation is not aligned, they are summed along `joined`,
@@ -318,7 +318,7 @@ def on_explicit_axes(
     """Does what `partitioned` does, over the explicit axes of a mesh. XLA shards its other axes, inside."""
     mesh = next(aval.sharding.mesh for aval in avals_in if has_explicit_axes(aval))
     over = _mesh_axes(avals_in, names_in)
-    local = functools.partial(function, over=_cuts(over, joined, avals_in, names_in))
+    local = functools.partial(function, cuts=_cuts(over, joined, avals_in, names_in))
     return jax.shard_map(
         lambda *operands: _summed(jax.tree.leaves(local(*operands)), avals_out, over, names_out, joined if is_aligned else ()),
         mesh=mesh,
@@ -333,7 +333,7 @@ def _on_automatic_axes(function, names_in, names_out, joined, is_aligned):
     """Does what `partitioned` does, over mesh axes whose shards XLA chooses. It asks `partition` back once it knows them."""
     from jax.experimental.custom_partitioning import custom_partitioning
 
-    call = custom_partitioning(lambda *operands: function(*operands, over={}))  # it takes no keywords
+    call = custom_partitioning(lambda *operands: function(*operands, cuts={}))  # it takes no keywords
 
     def partition(mesh, operands, results):
         over = _mesh_axes(operands, names_in, () if is_aligned else joined)
@@ -343,7 +343,7 @@ def _on_automatic_axes(function, names_in, names_out, joined, is_aligned):
 
         def on_shard(*shards):
             with on_no_mesh():
-                parts = jax.tree.leaves(function(*shards, over=_cuts(over, joined, operands, names_in)))
+                parts = jax.tree.leaves(function(*shards, cuts=_cuts(over, joined, operands, names_in)))
                 return structure.unflatten(_summed(parts, leaves, over, names_out, joined if is_aligned else ()))
 
         return mesh, on_shard, specs_out, specs_in

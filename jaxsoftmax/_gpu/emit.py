@@ -143,8 +143,8 @@ def gather(kind, itemsize, addresses, offsets, inside, bits=0, policy=None, spac
     """Loads a vector of type `kind` element by element from several addresses, with `bits` for each that is not inside."""
     one = ir.VectorType.get((1,), integer(8 * itemsize))
     gathered = llvm.mlir_undef(ir.VectorType.get((len(inside),), one.element_type))
-    for q, (address, offset, own) in enumerate(zip(addresses, offsets, inside, strict=True)):
-        loaded = load_words(address, offset, own, one, bits, policy, space)
+    for q, (address, offset, is_inside) in enumerate(zip(addresses, offsets, inside, strict=True)):
+        loaded = load_words(address, offset, is_inside, one, bits, policy, space)
         gathered = llvm.insertelement(gathered, llvm.extractelement(loaded, constant(0)), constant(q))
     return vector.bitcast(kind, gathered)
 
@@ -158,7 +158,7 @@ class Vector:
     itemsize: int  # bytes of an element
     inside: ir.Value | None  # True to touch all elements; None for always
     partial: ir.Value | None = None  # True to touch a part of them; None for never
-    own: Callable[[], Sequence[Any]] = tuple  # makes a flag for each element, True if it is of that part
+    inside_each: Callable[[], Sequence[Any]] = tuple  # makes a flag for each element, True if it is of that part
 
     def load(self, register, bits=0, policy=None):
         """Loads a register of type `register`, with `bits` in each word that is not to be touched."""
@@ -167,8 +167,9 @@ class Vector:
             return vector.bitcast(register, load_words(self.address, self.offset, self.inside, words, bits, policy))
         branch: Any = scf.IfOp(self.partial, [words], has_else=True)
         with ir.InsertionPoint(branch.then_block):
-            own = self.own()
-            scf.yield_([gather(words, self.itemsize, [self.address] * len(own), self._offsets(own), own, bits, policy)])
+            inside = self.inside_each()
+            addresses, offsets = [self.address] * len(inside), self._offsets(len(inside))
+            scf.yield_([gather(words, self.itemsize, addresses, offsets, inside, bits, policy)])
         with ir.InsertionPoint(branch.else_block):
             scf.yield_([load_words(self.address, self.offset, self.inside, words, bits, policy)])
         return vector.bitcast(register, branch.results[0])
@@ -188,12 +189,12 @@ class Vector:
             return
         words = words_of(register)
         with utils.when(self.partial):
-            found = vector.bitcast(register, load_words(target, offset, None, words, space="shared"))
+            elements = vector.bitcast(register, load_words(target, offset, None, words, space="shared"))
             fill = vector.bitcast(register, vector.broadcast(words, constant(bits)))
-            for q, own in enumerate(self.own()):
-                value = arith.select(own, *(llvm.extractelement(part, constant(q)) for part in (found, fill)))
-                found = llvm.insertelement(found, value, constant(q))
-            store_words(target, offset, None, vector.bitcast(words, found), "shared")
+            for q, is_inside in enumerate(self.inside_each()):
+                value = arith.select(is_inside, *(llvm.extractelement(part, constant(q)) for part in (elements, fill)))
+                elements = llvm.insertelement(elements, value, constant(q))
+            store_words(target, offset, None, vector.bitcast(words, elements), "shared")
 
     def copy(self, register, target, offset):
         """Starts a copy to `target + offset` in shared memory, an int32 and a constant, if all of it is to be touched.
@@ -222,8 +223,8 @@ class Vector:
         """Returns a register of int8: 1 for the elements that are to be touched, 0 for the others."""
         ones, zeros = utils.c(1, register), utils.c(0, register)
         if self.partial is not None:
-            for q, own in enumerate(self.own()):
-                zeros = llvm.insertelement(zeros, arith.extui(register.element_type, own), constant(q))
+            for q, is_inside in enumerate(self.inside_each()):
+                zeros = llvm.insertelement(zeros, arith.extui(register.element_type, is_inside), constant(q))
             return zeros
         return ones if self.inside is None else arith.select(self.inside, ones, zeros)
 
@@ -233,21 +234,21 @@ class Vector:
         if self.partial is None:
             return
         with utils.when(self.partial):
-            kind, owned = integer(8 * self.itemsize), self.own()
-            values = vector.bitcast(ir.VectorType.get((len(owned),), kind), register)
-            for q, (offset, own) in enumerate(zip(self._offsets(owned), owned, strict=True)):
+            kind, inside = integer(8 * self.itemsize), self.inside_each()
+            values = vector.bitcast(ir.VectorType.get((len(inside),), kind), register)
+            for q, (offset, is_inside) in enumerate(zip(self._offsets(len(inside)), inside, strict=True)):
                 one = llvm.mlir_undef(ir.VectorType.get((1,), kind))
                 one = llvm.insertelement(one, llvm.extractelement(values, constant(q)), constant(0))
-                store_words(self.address, offset, own, one)
+                store_words(self.address, offset, is_inside, one)
 
-    def _offsets(self, own):
-        return [self.offset + q * self.itemsize for q in range(len(own))]
+    def _offsets(self, count):
+        return [self.offset + q * self.itemsize for q in range(count)]
 
 
 def load_words(address, offset, inside, words, bits=0, policy=None, space="global"):
     """Loads a vector of type `words`, or `bits` in each word if it is not inside; `policy` is the L2 cache's."""
     word = words.element_type
-    held = integer(max(16, word.width))  # PTX has no registers of 8 bits
+    register = integer(max(16, word.width))  # PTX has no registers of 8 bits
     loaded = llvm.mlir_undef(words)
     for first in range(0, words.shape[0], 4):
         count = min(4, words.shape[0] - first)
@@ -259,12 +260,12 @@ def load_words(address, offset, inside, words, bits=0, policy=None, space="globa
         place = offset + first * word.width // 8
         ptx = f"ld.{space}.{hint}{operand_list(word, results)}, [${count}+{place}]{use};"
         if inside is not None:
-            fills = " ".join(f"mov.b{held.width} {result}, {bits % 2**held.width};" for result in results)
+            fills = " ".join(f"mov.b{register.width} {result}, {bits % 2**register.width};" for result in results)
             ptx = f"{fills} @${count + len(operands)} {ptx}"
             operands.append(inside)
-        found = utils.inline_ptx(ptx, *operands, result_types=[held] * count, has_side_effects=True)
-        for k, value in enumerate(found, first):
-            value = value if held == word else arith.trunci(word, value)
+        values = utils.inline_ptx(ptx, *operands, result_types=[register] * count, has_side_effects=True)
+        for k, value in enumerate(values, first):
+            value = value if register == word else arith.trunci(word, value)
             loaded = llvm.insertelement(loaded, value, constant(k))
     return loaded
 
@@ -318,14 +319,14 @@ def widened_register(register):
 def maximum(a: jax.Array, b: jax.Array, layout: Any) -> jax.Array:
     """Computes the maximum of 16-bit floats, or NaN, two by each operation."""
 
-    def larger(given, other):
+    def larger(*arrays):
         registers = []
-        for pair in zip(given.registers.flat, other.registers.flat, strict=True):
-            own, others = (vector.bitcast(words_of(register.type), register) for register in pair)
-            for k in range(own.type.shape[0]):
-                word = larger_of_words(a.dtype, *(llvm.extractelement(part, constant(k)) for part in (own, others)))
-                own = llvm.insertelement(own, word, constant(k))
-            registers.append(vector.bitcast(pair[0].type, own))
+        for pair in zip(*(array.registers.flat for array in arrays), strict=True):
+            words, others = (vector.bitcast(words_of(register.type), register) for register in pair)
+            for k in range(words.type.shape[0]):
+                word = larger_of_words(a.dtype, *(llvm.extractelement(part, constant(k)) for part in (words, others)))
+                words = llvm.insertelement(words, word, constant(k))
+            registers.append(vector.bitcast(pair[0].type, words))
         return registers
 
     return emit(larger, None, (), [(a, layout), (b, layout)], plgpu.ShapeDtypeStruct(a.shape, a.dtype, layout=layout))

@@ -24,24 +24,24 @@ from jaxsoftmax._gpu.emit import SPLAT, constant, emit, fragmented, integer, wid
 
 
 def fused(function: Callable[..., Any], static: tuple[Any, ...], arrays: Sequence[jax.Array], layout: Any) -> Any:
-    """Returns `function(*static, *arrays)`.
+    """Computes `function(*static, *arrays)`.
 
     Args:
-      function: elementwise, of arrays alike in shape and of scalars. It returns an array of that shape, or a tuple of them, and
-        uses nothing but its arguments: it is traced once in a process for each of their types.
+      function: elementwise function of arrays of one shape and of scalars. It returns an array of that shape, or a tuple of
+        them, and uses nothing except its arguments: it is traced once in a process for each of their types.
       static: its first arguments, which are hashable.
-      arrays: in this layout, and scalars.
-      layout: of the results too.
+      arrays: its other arguments: arrays in `layout`, and scalars.
+      layout: layout of the arrays and of the results.
     """
     types = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in map(jnp.asarray, arrays))
     traced, shapes = _traced(function, static, types)
     kinds = [plgpu.ShapeDtypeStruct(a.shape, a.dtype, layout=layout) for a in jax.tree.leaves(shapes)]
 
-    def make(*given):
-        return [array.registers.flat for array in _run(traced.jaxpr, traced.consts, given, layout.to_mgpu())]
+    def make(*operands):
+        return [array.registers.flat for array in _run(traced.jaxpr, traced.consts, operands, layout.to_mgpu())]
 
-    found = emit(make, arrays=[(a, layout if a.ndim else SPLAT) for a in arrays], results=kinds)
-    return jax.tree.unflatten(jax.tree.structure(shapes), found)
+    results = emit(make, arrays=[(a, layout if a.ndim else SPLAT) for a in arrays], results=kinds)
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
 @functools.cache
@@ -107,10 +107,10 @@ def tanh(x: jax.Array) -> jax.Array:
 _TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
 
 
-def _run(jaxpr, constants, given, layout) -> list[Any]:
-    """The results of a traced function, as arrays of Mosaic GPU."""
+def _run(jaxpr, constants, operands, layout) -> list[Any]:
+    """Computes the results of a traced function, as arrays of Mosaic GPU."""
     values = dict(zip(jaxpr.constvars, map(_constant, constants), strict=True))
-    values |= zip(jaxpr.invars, given, strict=True)
+    values |= zip(jaxpr.invars, operands, strict=True)
 
     def read(atom):
         return _constant(atom.val) if hasattr(atom, "val") else values[atom]
@@ -130,7 +130,7 @@ def _run(jaxpr, constants, given, layout) -> list[Any]:
 
 
 def _constant(value):
-    """A number as an array of Mosaic GPU without axes."""
+    """Makes an array of Mosaic GPU without axes of a number."""
     dtype = jnp.result_type(value)
     return _splat(utils.c(np.asarray(value).item(), utils.dtype_to_ir_type(dtype)), (), dtype)
 
@@ -140,7 +140,7 @@ def _splat(value, shape, dtype):
 
 
 def _whole(number, shape, layout):
-    """A number for each element of an array."""
+    """Makes an array whose elements all are one number."""
     return type(number).splat(number.registers.item(), shape, layout, is_signed=number.is_signed)
 
 
@@ -155,7 +155,7 @@ def _bits(array, *, new_dtype):
 
 
 def _selected(condition, no, yes):
-    """Mosaic takes the sign of integers from what is selected first, which must not be a number for all."""
+    """Selects elements; makes an array of a number for all first, because Mosaic takes the sign of integers from `yes`."""
     some = next((a for a in (condition, no) if a.registers.size > 1 or a.layout != yes.layout), None)
     if some is not None and len(some.shape) and yes.registers.ndim < some.registers.ndim:
         yes = type(yes).splat(yes.registers.item(), some.shape, some.layout, is_signed=yes.is_signed)
@@ -163,7 +163,7 @@ def _selected(condition, no, yes):
 
 
 def _plain(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """An operation whose parameters say nothing that its operands do not."""
+    """Makes an operation ignore its parameters, which say nothing that its operands do not."""
     return lambda *operands, **params: operation(*operands)
 
 

@@ -11,7 +11,7 @@ from jaxsoftmax._core import compat
 
 
 def kernel_of(body: Callable[..., None], **options: Any) -> Callable[..., Any]:
-    """`plgpu.kernel` of a body that is traced in 32 bits, also under `jax_enable_x64`, and lowered to the same text everywhere.
+    """Returns `plgpu.kernel` of a body, traced in 32 bits even under `jax_enable_x64`, and lowered to the same text everywhere.
 
     Otherwise numbers of Python would become float64 and int64: loops would count in two registers, and a number that PTX takes
     in 32 bits would not lower. So the flag does not change what a kernel computes.

@@ -96,25 +96,25 @@ def send_to_cluster(ref, index, values: jax.Array, layout: Any, blocks: int, bar
     emit(push, (ref, barriers), [index], [(values, layout)])
 
 
-def send_rows_to_cluster(ref, index, values: jax.Array, layout, barriers, round_: int) -> None:
+def send_rows_to_cluster(ref, index, values: jax.Array, plan: Any, barriers, round_: int) -> None:
     """Sends a float32 for each of a block's rows to `ref[index * width :]` of all blocks, as `send_to_cluster`.
 
-    `values` are `[4 * width]`, alike in all warps: the first one sends. In the layout of a `ColumnPlan` several lanes have the
+    `plan` is a `ColumnPlan`. `values` are `[4 * width]`, alike in all warps: the first one sends. Several of its lanes have the
     same rows: they store to different blocks.
     """
 
     def push(ref, barriers, index, values):
-        lane = utils.thread_idx()
-        own = arith.muli(arith.remui(lane, constant(layout.lanes)), constant(layout.vector))
-        place = arith.addi(arith.muli(index, constant(layout.width)), own)
+        thread = utils.thread_idx()
+        first = arith.muli(arith.remui(thread, constant(plan.lanes)), constant(plan.vector))
+        place = arith.addi(arith.muli(index, constant(plan.width)), first)
         here = shared_address(ref, arith.muli(place, constant(4)))
         barrier = shared_address(barriers, constant(8 * (round_ % 2)))
-        words = vector.bitcast(ir.VectorType.get((layout.vector,), integer(32)), values.registers.flat[0])
-        copies, at_once = WARP // layout.lanes, min(4, layout.vector)
-        for k in range(-(-layout.blocks // copies)):
-            rank = arith.addi(arith.divui(lane, constant(layout.lanes)), constant(k * copies))
-            rank = arith.select(compare("ult", lane, constant(WARP)), rank, constant(layout.blocks))
-            for start in range(0, layout.vector, at_once):
+        words = vector.bitcast(ir.VectorType.get((plan.vector,), integer(32)), values.registers.flat[0])
+        copies, at_once = WARP // plan.lanes, min(4, plan.vector)
+        for k in range(-(-plan.blocks // copies)):
+            rank = arith.addi(arith.divui(thread, constant(plan.lanes)), constant(k * copies))
+            rank = arith.select(compare("ult", thread, constant(WARP)), rank, constant(plan.blocks))
+            for start in range(0, plan.vector, at_once):
                 parts = [llvm.extractelement(words, constant(start + q)) for q in range(at_once)]
                 kind, names = operand_list(integer(32), [f"${4 + q}" for q in range(at_once)]).split(" ", 1)
                 ptx = (
@@ -123,9 +123,9 @@ def send_rows_to_cluster(ref, index, values: jax.Array, layout, barriers, round_
                     " @is st.async.shared::cluster.mbarrier::complete_tx::bytes."
                     f"{kind} [there+{4 * start}], {names}, [barrier]; }}"
                 )
-                utils.inline_ptx(ptx, here, barrier, rank, constant(layout.blocks), *parts, has_side_effects=True)
+                utils.inline_ptx(ptx, here, barrier, rank, constant(plan.blocks), *parts, has_side_effects=True)
 
-    emit(push, (ref, barriers), [index], [(values, layout.row_layout)])
+    emit(push, (ref, barriers), [index], [(values, plan.row_layout)])
 
 
 @plgpu.inline_mgpu(arg_types=(SPLAT,))

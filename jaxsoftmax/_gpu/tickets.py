@@ -189,12 +189,12 @@ def await_pairs(pairs, index, count, most: int, threads: int, tickets, patience:
         place = arith.addi(_entry(pairs, index), arith.muli(i64(thread), i64(8)))
         operands = place, arith.subi(count, thread), address_of(pairs), tickets
         kinds = [integer(32), *[ir.F32Type.get()] * (2 * each)]
-        complete, *found = utils.inline_ptx(ptx, *operands, result_types=kinds, has_side_effects=True, convergent=True)
+        complete, *numbers = utils.inline_ptx(ptx, *operands, result_types=kinds, has_side_effects=True, convergent=True)
         vectors = []
         for part in range(2):
             values = llvm.mlir_undef(ir.VectorType.get((each,), ir.F32Type.get()))
             for q in places:
-                values = llvm.insertelement(values, found[2 * q + part], constant(q))
+                values = llvm.insertelement(values, numbers[2 * q + part], constant(q))
             vectors.append([values])
         return [[complete], *vectors]
 

@@ -15,7 +15,7 @@ from jaxsoftmax._core.target import Target
 _MEASURED = 9
 
 
-def unless_forced(target: Target) -> str | None:
+def refused_unless_forced(target: Target) -> str | None:
     """Says why these kernels run on this target only if the user asks for them, or returns None."""
     if _is_measured(target):  # 'mosaic' is faster there; calls that it refuses were not compared with XLA
         return "on Hopper it runs only where it is asked for"

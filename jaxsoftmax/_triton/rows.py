@@ -54,7 +54,7 @@ class RowPointers(NamedTuple):
 
 
 class LossPointers(NamedTuple):
-    """Pointers to numbers of rows that the gradient of a loss needs: its factor, or `a`, `b` and `c`, and the labels."""
+    """Pointers to one number for each row that the gradient of a loss needs: its factor, or `a`, `b` and `c`, and the label."""
 
     t: Any
     a: Any
@@ -398,7 +398,7 @@ def _store_state(row, exists, state, pointers):
 
 @triton.jit
 def _store_numbers(out, states_out, state, rows, part, LAUNCH: tl.constexpr):
-    """Stores the results that are numbers of rows, from the first of the programs that share them."""
+    """Stores the results that are one number for each row, from the first of the programs that share the rows."""
     RESULT: tl.constexpr = LAUNCH.formula.result
     stores = tl.where(part == 0, rows.exists, False)
     if RESULT == "m + log d":

@@ -578,7 +578,7 @@ def shard_of_four(length=32, heads=8, size=64, key_heads=None, n=None, n_keys=No
     def local(query, key, value):
         over = {"queries": Cut(("x",), 0), "keys": Cut(("x",), 0)}
         operands = {"query": query, "key": key, "value": value}
-        shards.append(shard_of(None, operands, over=over, window=window, zigzag=n, scale=1.0))
+        shards.append(shard_of(None, operands, cuts=over, window=window, zigzag=n, scale=1.0))
         return query
 
     query = jax.ShapeDtypeStruct((1, length, heads, size), jnp.bfloat16)

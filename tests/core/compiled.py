@@ -45,7 +45,6 @@ from jaxsoftmax.ops.cross_entropy.mosaic_sm90 import losses
 from jaxsoftmax.ops.cross_entropy.problem import CrossEntropyProblem
 from jaxsoftmax.ops.softmax import mosaic_sm90 as softmax
 from jaxsoftmax.ops.softmax import primitive as softmax_primitive
-from jaxsoftmax.ops.softmax.problem import SoftmaxProblem
 from jaxsoftmax.ops.top_k.mosaic_sm90 import warp_rows
 from jaxsoftmax.ops.top_k.mosaic_sm90.keys import kernel_dtype
 from jaxsoftmax.ops.top_k.mosaic_sm90.long_rows import plan_sweeps
@@ -308,12 +307,13 @@ def _rows(primitive, options, dtype, masked, cols, inner) -> Iterator[Case]:
         given["where"] = shaped(*whole, dtype=bool) if masked is True else None
     given["scale"] = shaped(*row) if masked == "end" else None
     options = options | {"axes": (1,), "dtype": jnp.dtype("float32" if primitive == "logsumexp_jvp" else dtype)}
-    plan = softmax.plan(SoftmaxProblem(OF_SOFTMAX[primitive], _there(given), options), HOPPER)
+    operation = OF_SOFTMAX[primitive]
+    plan = softmax.plan(operation.problem(operation, _there(given), options), HOPPER)
     if isinstance(plan, Refusal) and plan.plan is None:
         return
     plan = plan.plan if isinstance(plan, Refusal) else plan
     name = f"softmax {primitive} {dtype} {cols}{f'x{inner}' if inner > 1 else ''} {masked or ''}"
-    yield Case(name, (primitive, dtype, masked, *_of_layout(plan.rows)), functools.partial(_run_plan, plan), _there(given))
+    yield Case(name, (primitive, dtype, masked, *_of_layout(plan.row_plan)), functools.partial(_run_plan, plan), _there(given))
 
 
 def _run_plan(plan, given):
@@ -357,7 +357,7 @@ def cross_entropy_cases() -> Iterator[Case]:
             if isinstance(plan, Refusal) and plan.plan is None:
                 continue
             plan = plan.plan if isinstance(plan, Refusal) else plan
-            key = (primitive, dtype, masked, *_of_layout(plan.rows))
+            key = (primitive, dtype, masked, *_of_layout(plan.row_plan))
             name = f"cross_entropy {primitive} {dtype} {cols} {masked or ''}"
             yield Case(name, key, functools.partial(_run_plan, plan), _there(given))
     for dtype, class_axis, cap, sizes in itertools.product(

@@ -424,7 +424,7 @@ def test_a_forced_implementation_runs_on_shards_of_rows_or_says_why_not(local, k
 
 
 def test_a_forced_implementation_runs_on_shards_where_it_would_not_pay(local, monkeypatch):
-    monkeypatch.setattr(across_devices, "unprofitable", lambda x: "rows are short")
+    monkeypatch.setattr(across_devices, "slower_states", lambda x: "rows are short")
     mesh = make_mesh("explicit")
     with jax.set_mesh(mesh):
         _, shards = sharded((8, 64), mesh, None, "model")

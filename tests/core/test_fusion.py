@@ -52,7 +52,7 @@ class Noting(kernels.Local):
 @pytest.fixture
 def noting(monkeypatch):
     module = Noting()
-    monkeypatch.setattr(across_devices, "unprofitable", lambda x: None)  # parts of rows are short here
+    monkeypatch.setattr(across_devices, "slower_states", lambda x: None)  # parts of rows are short here
     with kernels.plugged_in("softmax", "noting", lambda: module, "cpu", "cuda"):
         yield module
 

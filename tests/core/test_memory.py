@@ -74,7 +74,7 @@ def test_each_element_of_a_row_is_touched_by_one_thread_and_nothing_else_is(coun
     cols = plan.cols
     touched = np.zeros(count * cols, int)
     numbers(max(plan.threads, 128))
-    for first in range(0, count, plan.rows):
+    for first in range(0, count, plan.block_rows):
         for rank in range(plan.blocks):
             held = memory.RowMemory(plan, np.int64(first), count, False, np.int64(rank))
             for step in range(plan.steps):
@@ -133,7 +133,7 @@ def vectors(held, step):
         inside = np.repeat(is_there[:, None], plan.vector, 1)
         if vector.partial is not None:
             assert not np.any(vector.partial & is_there)
-            own = np.stack([np.broadcast_to(part, threads) for part in vector.own()], 1)
+            own = np.stack([np.broadcast_to(part, threads) for part in vector.inside_each()], 1)
             inside = inside | (vector.partial[:, None] & own)
         if inside.any():
             assert np.all((vector.address + vector.offset)[is_there] % (plan.vector * ITEMSIZE) == 0)

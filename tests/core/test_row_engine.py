@@ -19,11 +19,11 @@ from jaxsoftmax._gpu.rows.tile import each
 from ..support import cases, kernels, oracle
 
 
-def launch(name, body, operands, plan, whole=(), **results):
+def launch(name, body, operands, plan, whole=(), n_exchanges=1, **results):
     """Runs a kernel on the rows of the matrices `operands`."""
     (x, *_) = (operand.array for operand in operands.values())
     written = tuple(jnp.dtype(dtype).itemsize for dtype in whole)
-    problem = RowProblem(x.shape, (1,), read=(x.dtype.itemsize,), written=written)
+    problem = RowProblem(x.shape, (1,), read=(x.dtype.itemsize,), written=written, n_exchanges=n_exchanges)
     plan = replace(plan, is_stored=bool(whole))
     plan = replace(plan, itemsize=problem.widest) if isinstance(plan, StagedPlan) else plan
     return rows.launch(RowKernel(name, body, operands, problem, whole, **results), plan)

@@ -105,13 +105,13 @@ def planned(name, dtype, shape, **options):
 def test_each_way_to_distribute_rows_has_its_plan(way):
     call, expected, words = WAYS[way]
     plan = planned(*call)
-    assert (type(plan.rows), plan.rows) == (type(expected), expected)
-    assert plan.describe() == plan.rows.describe() == words
+    assert (type(plan.row_plan), plan.row_plan) == (type(expected), expected)
+    assert plan.describe() == plan.row_plan.describe() == words
 
 
 def test_rows_that_devices_share_are_shared_by_the_grid():
     plan = planned("softmax", "bfloat16", (8192, 2048), devices=(("x", 4),))
-    assert plan.rows == RowPlan(2048, 8, 128, blocks=1, unroll=4, persistent_blocks=HOPPER.multiprocessors * 16, **SHARED)
+    assert plan.row_plan == RowPlan(2048, 8, 128, blocks=1, unroll=4, persistent_blocks=HOPPER.multiprocessors * 16, **SHARED)
     refused = planned("softmax", "bfloat16", (8192, 256), devices=(("x", 4),))
     assert refused.reason == "one kernel for all devices pays from 1024 bytes of a row in each on, got 512"
     for name, shape in (("logsumexp", (8192, 2048)), ("softmax", (8, 2048, 64))):
@@ -120,7 +120,7 @@ def test_rows_that_devices_share_are_shared_by_the_grid():
 
 def test_the_number_of_rows_does_not_matter():
     for name, cols in itertools.product(("softmax", "logsumexp"), (7, 69, 1024, 50257, 128256, 2**20)):
-        assert len({planned(name, "bfloat16", (n_rows, cols)).rows for n_rows in (1, 2, 100, 8192)}) == 1
+        assert len({planned(name, "bfloat16", (n_rows, cols)).row_plan for n_rows in (1, 2, 100, 8192)}) == 1
 
 
 def test_a_row_takes_little_of_a_multiprocessor():
@@ -286,4 +286,4 @@ def check_plan(plan, kind, target):
     if plan is not None:
         assert isinstance(plan, kind)
         assert plan.remark is None
-        check_fits(plan.rows, plan.problem.rows, target)
+        check_fits(plan.row_plan, plan.problem.rows, target)

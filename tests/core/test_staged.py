@@ -98,9 +98,9 @@ def test_each_element_of_a_row_is_touched_by_one_thread_and_nothing_else_is_stor
     cols = plan.cols
     machine = Machine(plan.itemsize, monkeypatch)
     array, results = np.arange(count * cols), np.full(count * cols, -1)
-    for first in range(0, count, plan.rows):
+    for first in range(0, count, plan.block_rows):
         memory = staged.StagedMemory(plan, np.int64(first), count, False)
-        block = array[first * cols : (first + plan.rows) * cols]
+        block = array[first * cols : (first + plan.block_rows) * cols]
         slot = np.full(plan.slot_elements, -1)
         machine.spaces = {"global": array, "shared": slot}
         staged._RowsOfBlock(memory, machine.ref, slot, memory.row).copy_in()
@@ -121,7 +121,7 @@ def test_each_element_of_a_row_is_touched_by_one_thread_and_nothing_else_is_stor
         np.testing.assert_array_equal(np.sort(np.concatenate(touched)), block)
         machine.spaces = {"global": results, "shared": computed}
         staged._RowsOfBlock(memory, machine.ref, slot, memory.row).copy_out()
-        expected = np.where(array < (first + plan.rows) * cols, 2 * array, -1)
+        expected = np.where(array < (first + plan.block_rows) * cols, 2 * array, -1)
         np.testing.assert_array_equal(results, expected)
 
 

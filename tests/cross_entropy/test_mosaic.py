@@ -70,7 +70,7 @@ def test_interpreted_states_of_masked_rows_are_those_of_the_reference(return_tot
 def test_smoothing_under_a_mask_has_no_kernel_for_long_rows():
     x, labels = jax.ShapeDtypeStruct((2, 400003), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
     f = mosaic(label_smoothing=0.1, where=np.ones((1, 400003), bool))
-    with pytest.raises(NotImplementedError, match="the sum of the scores, for smoothing, is not computed of rows of 400003"):
+    with pytest.raises(NotImplementedError, match="sum of the scores, which smoothing needs, for rows of 400003"):
         kernels.lowered_for_cuda(f, x, labels)
     of_rows = mosaic(label_smoothing=0.1, where=np.array([True, False]))
     kernels.lowered_for_cuda(of_rows, x, labels, kernels=NAMES[:1])
@@ -113,7 +113,7 @@ def test_the_kernel_of_losses_and_gradients_is_lowered(shape, dtype, options):
     c = jax.ShapeDtypeStruct(shape[:1], jnp.float32)
     f = together("mosaic", **OPTIONS[options])
     if options == "all" and shape[1] * x.dtype.itemsize > 400_000:
-        with pytest.raises(NotImplementedError, match="the sum of the scores, for smoothing, is not computed of rows of"):
+        with pytest.raises(NotImplementedError, match="sum of the scores, which smoothing needs, for rows of"):
             kernels.lowered_for_cuda(f, x, labels, c)
         return
     text = kernels.lowered_for_cuda(f, x, labels, c)
@@ -321,7 +321,7 @@ def test_problems_know_how_often_kernels_exchange(name, params, monkeypatch):
     monkeypatch.setattr(RowTile, "_exchange", noted)
     operands = plans.operands_of(name, (3, 2**19 if name == "cross_entropy" else 32768), "float32")
     problem = plans.problem_of(name, operands, **params)
-    assert plans.plan_of(problem).rows.cluster > 1
+    assert plans.plan_of(problem).row_plan.cluster > 1
     kernels.lowered_for_cuda(functools.partial(plans.run, lambda _: problem), operands)
     assert numbers == list(range(problem.rows.n_exchanges))
 

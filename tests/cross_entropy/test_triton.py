@@ -78,17 +78,17 @@ def test_plans_say_what_is_computed_of_rows(on):
     saved = dict.fromkeys("mdab", row) | {"x": X, "labels": jax.ShapeDtypeStruct((64, 1), "int32")}
     params = {"axes": (1,), "dtype": jnp.dtype("float32"), "soft_cap": 5.0}
     plan = forced(ours, every["cross_entropy"], saved, target, return_total=True, return_state=False, **params)
-    assert (plan.rows.launch.formula.result, plan.rows.launch.formula.has_total) == ("m, d", True)
-    assert [result.shape for result in plan.rows.results] == [(64, 1)] * 3
+    assert (plan.row_plan.launch.formula.result, plan.row_plan.launch.formula.has_total) == ("m, d", True)
+    assert [result.shape for result in plan.row_plan.results] == [(64, 1)] * 3
     for replaces, dtype in ((False, "float32"), (True, "float32"), (True, "bfloat16")):
         options = params | {"dtype": jnp.dtype(dtype), "replaces": replaces}
         plan = forced(ours, every["cross_entropy_vjp"], saved, target, **options)
-        assert plan.rows.replaces == (replaces and dtype == "float32")
-        assert not plan.rows.runs_twice
+        assert plan.row_plan.replaces == (replaces and dtype == "float32")
+        assert not plan.row_plan.runs_twice
     plan = forced(ours, every["cross_entropy_gradient"], saved | {"t": row}, target, label_smoothing=0.0, z_loss=0.5, **params)
-    formula = plan.rows.launch.formula
-    assert (formula.reduces, formula.z_loss, formula.has_total, plan.rows.replaces) == ("state", 0.5, False, True)
-    assert plan.describe() == plan.rows.describe() == "tiles of 2 x 1024, 4 warps"
+    formula = plan.row_plan.launch.formula
+    assert (formula.reduces, formula.z_loss, formula.has_total, plan.row_plan.replaces) == ("state", 0.5, False, True)
+    assert plan.describe() == plan.row_plan.describe() == "tiles of 2 x 1024, 4 warps"
 
 
 def test_it_is_chosen_where_it_is_compiled_for(on):

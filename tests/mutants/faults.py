@@ -142,8 +142,8 @@ FAULTS = (
     Fault(
         "lower: on one device, too, what is uncut is left to XLA",
         f"{_CORE}/lower.py",
-        "if n_devices > 1 and operation.is_uncut:",
-        "if operation.is_uncut:",
+        "if n_devices > 1 and operation.on_shards is OnShards.NOTHING:",
+        "if operation.on_shards is OnShards.NOTHING:",
         "tests/cross_entropy/test_linear_mosaic.py -k it_is_lowered",
     ),
     Fault(
@@ -319,8 +319,8 @@ FAULTS = (
     Fault(
         "emit: a part of a vector is stored from its first element on",
         f"{_GPU}/emit.py",
-        "store_words(self.address, offset, own, one)",
-        "store_words(self.address, self.offset, own, one)",
+        "store_words(self.address, offset, is_inside, one)",
+        "store_words(self.address, self.offset, is_inside, one)",
         "tests/softmax/test_emulated.py",
     ),
     Fault(
@@ -361,7 +361,7 @@ FAULTS = (
     Fault(
         "block: each block has one row",
         f"{_ROWS}/block.py",
-        'lax.axis_index("block") * jnp.int32(plan.rows)',
+        'lax.axis_index("block") * jnp.int32(plan.block_rows)',
         'lax.axis_index("block")',
         "tests/core/test_row_engine.py -k the_state_alone_is",
     ),
@@ -375,8 +375,8 @@ FAULTS = (
     Fault(
         "block: a cluster ends before its blocks run",
         f"{_ROWS}/block.py",
-        "if plan.cluster > 1 and kernel.n_exchanges == 0:",
-        "if plan.cluster > 1 and kernel.n_exchanges < 0:",
+        "if plan.cluster > 1 and kernel.problem.n_exchanges == 0:",
+        "if plan.cluster > 1 and kernel.problem.n_exchanges < 0:",
         "tests/softmax/test_mosaic.py -k know_how_often",
     ),
     Fault(
@@ -473,7 +473,7 @@ FAULTS = (
     Fault(
         "memory: rows behind the last are there",
         f"{_ROWS}/memory.py",
-        """yield here, (None if self.count % plan.rows == 0 else compare("ult", here, constant(self.count)))""",
+        """yield here, (None if self.count % plan.block_rows == 0 else compare("ult", here, constant(self.count)))""",
         """yield here, None""",
         "tests/core/test_memory.py",
     ),
@@ -550,8 +550,8 @@ FAULTS = (
     Fault(
         "tile: columns of all warps are those of the first",
         f"{_ROWS}/tile.py",
-        "column += share * jnp.int32(width) + self.memory.group()",
-        "column += self.memory.group()",
+        "column += share * jnp.int32(width) + self.memory.warpgroup()",
+        "column += self.memory.warpgroup()",
         "tests/core/test_row_engine.py -k columns_of_integers",
     ),
     Fault(
@@ -1385,7 +1385,7 @@ FAULTS = (
     Fault(
         "softmax on devices: sums of derivatives are those of each device",
         f"{_SOFTMAX}/across_devices.py",
-        "return lax.psum(mean, mesh_axes(over)).astype(dtype)",
+        "return lax.psum(mean, mesh_axes(cuts)).astype(dtype)",
         "return mean.astype(dtype)",
         "tests/core/test_sharding.py -k 'run_on_shards_of_rows_whose_states or sharded_softmax_axis'",
     ),
@@ -1434,14 +1434,14 @@ FAULTS = (
     Fault(
         "softmax problem: logsumexp stores as many results as it reads",
         f"{_SOFTMAX}/problem.py",
-        "written=() if name in _OF_ROWS else (self.dtype.itemsize,)",
+        "written=(self.dtype.itemsize,) if self.writes_rows else ()",
         "written=(self.dtype.itemsize,)",
         "tests/core/test_row_plans.py -k each_way",
     ),
     Fault(
         "softmax problem: every kernel exchanges",
         f"{_SOFTMAX}/problem.py",
-        'n_exchanges=0 if name == "logsumexp_vjp" else 1',
+        'n_exchanges=0 if self.reduces == "nothing" else 1',
         "n_exchanges=1",
         "tests/softmax/test_mosaic.py -k know_how_often",
     ),

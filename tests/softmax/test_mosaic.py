@@ -600,7 +600,7 @@ def test_axes_of_size_1_decide_nothing(shape, axes, same, axis):
             explanation = explain(lambda x, op=op: jax.vjp(op, x)[1](jnp.sin(op(x))), x, platform="cuda")
             decided.append([(d.primitive, d.implementation, dict(d.refusals).get("mosaic")) for d in explanation])
         assert decided[0] == decided[1], name
-    for name in mosaic._MERGING:
+    for name in [operation.name for operation in mosaic._MERGING]:
         refusals = []
         for sizes, along in ((shape, axes), (same, (axis,))):
             operands = plans.operands_of(name, sizes, "bfloat16", axes=along)
@@ -844,7 +844,7 @@ def test_interpreted_kernels_are_right(name, kind, option):
 def least_rows(name, kind, dtype):
     """The least number of rows that fill a block."""
     (n_rows, cols), plan = RUNS[kind]
-    return n_rows if plan else plans.rows_of(name, cols, jnp.dtype(dtype).itemsize).rows
+    return n_rows if plan else plans.rows_of(name, cols, jnp.dtype(dtype).itemsize).block_rows
 
 
 @pytest.mark.parametrize("kind", ["rows inside a warp", "a warpgroup a row", "looped"])

@@ -79,7 +79,7 @@ class Local:
 def plugged_in_local(op: str) -> Iterator[Local]:
     """Makes the reference of `op` an implementation on the CPU that runs on shards, however short their parts of rows are."""
     module = Local(op, "cpu")
-    always = mock.patch.object(across_devices, "unprofitable", return_value=None)
+    always = mock.patch.object(across_devices, "slower_states", return_value=None)
     with always, plugged_in(op, "local", lambda: module, "cpu"):
         yield module
 

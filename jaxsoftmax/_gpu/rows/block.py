@@ -30,15 +30,15 @@ def launch(kernel: RowKernel, plan: RowPlan | ColumnPlan) -> list[jax.Array]:
     memory_of: Any = ColumnMemory if is_columns else RowMemory
     tile_of: Any = ColumnTile if is_columns else RowTile
     count, view = plan.count(kernel.problem.outer), plan.view(kernel.problem.outer)
-    exact = plan.is_exact and count % plan.rows == 0
+    exact = plan.is_exact and count % plan.block_rows == 0
     if exact and plan.takes_block:  # for each row the parts that a warpgroup holds in one step
         view = (count * plan.steps * plan.blocks * plan.warpgroups, *plan.shape)
 
     def run(*refs):
         operands, results, scratch = kernel.split(refs)
-        slots = dict(zip(kernel.rows, scratch.slots, strict=False))
+        slots = dict(zip(kernel.whole_arrays, scratch.slots, strict=False))
         rank = lax.axis_index("rank") if plan.cluster > 1 else jnp.int32(0)
-        memory = memory_of(plan, lax.axis_index("block") * jnp.int32(plan.rows), count, exact, rank)
+        memory = memory_of(plan, lax.axis_index("block") * jnp.int32(plan.block_rows), count, exact, rank)
         tile = tile_of(memory, scratch.exchange, scratch.arrivals, scratch.order)
         if plan.cluster > 1:
             sync.prepare_exchange(scratch.arrivals)
@@ -48,10 +48,10 @@ def launch(kernel: RowKernel, plan: RowPlan | ColumnPlan) -> list[jax.Array]:
             sync.await_copies()
             memory.fill_around(*copies)
         kernel.store(tile, results, kernel.body(tile, **kernel.load(tile, operands, slots)))
-        if plan.cluster > 1 and kernel.n_exchanges == 0:  # an exchange waits for the other blocks, and nothing else does
+        if plan.cluster > 1 and kernel.problem.n_exchanges == 0:  # only an exchange waits for the other blocks
             sync.cluster_wait()
 
-    in_slots = [array.dtype for array in kernel.rows.values() if plan.storage == Storage.SHARED]
+    in_slots = [array.dtype for array in kernel.whole_arrays.values() if plan.storage == Storage.SHARED]
     scratch = scratch_of(plan, in_slots) if plan.takes_block else Scratch([])
     is_sequential = plan.is_shifted and kernel.may_start_inside_a_vector
-    return kernel.call(run, plan, view, scratch, blocks=pl.cdiv(count, plan.rows), is_sequential=is_sequential)
+    return kernel.call(run, plan, view, scratch, blocks=pl.cdiv(count, plan.block_rows), is_sequential=is_sequential)

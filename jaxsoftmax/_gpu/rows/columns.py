@@ -14,9 +14,9 @@ Each element is read once and written once.
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -52,6 +52,16 @@ from jaxsoftmax._gpu.rows.tile import Tile
 from jaxsoftmax.online import State
 
 _AT_ONCE = 8  # the most turns of `ColumnTile._fold_turns` that are no loop
+
+
+class ColumnStart(NamedTuple):
+    """The place where the vectors of a thread start in the first step. Values are of MLIR, except `apart`."""
+
+    address: Any
+    along: Any  # the place along the rows
+    exists: Any  # True if there are such rows; None if always
+    apart: int  # elements between neighbours along the rows
+    places: list[Any] | None  # of a mask that repeats within a vector: places of its elements from the address, or one for all
 
 
 @dataclass(frozen=True)
@@ -118,13 +128,8 @@ class ColumnMemory(Memory):
         inside = None if plan.inner % plan.width == 0 else compare("ult", col, constant(plan.inner))
         return arith.divui(row, constant(plan.tiles)), col, along, inside
 
-    def _starts(self, ref, place, itemsize, source=None):
-        """Yields where the vectors of a thread start in the first step.
-
-        That is an address, the place along the rows, whether the rows exist, and the elements between neighbours along the
-        rows. For a mask that repeats within a vector, it is also the places of its elements from that address, or the one of
-        all.
-        """
+    def _starts(self, ref, place, itemsize, source=None) -> Iterator[ColumnStart]:
+        """Yields where the vectors of a thread start in the first step."""
         plan = self.plan
         outer, col, along, inside = self._own(place)
         apart, places = plan.inner, None
@@ -138,11 +143,11 @@ class ColumnMemory(Memory):
         entry = arith.addi(arith.muli(i64(outer), i64(plan.cols)), i64(along))
         start = arith.addi(arith.muli(entry, i64(apart)), i64(col))
         base = i64(0) if ref is None else address_of(ref)
-        yield arith.addi(base, arith.muli(start, i64(itemsize))), along, inside, apart, places
+        yield ColumnStart(arith.addi(base, arith.muli(start, i64(itemsize))), along, inside, apart, places)
 
-    def _vector(self, step, start, itemsize, whole=False, singly=False):
+    def _vector(self, step, start: ColumnStart, itemsize, whole=False, singly=False) -> Vector:
         plan = self.plan
-        address, along, inside, apart, places = start
+        address, along, exists, apart, places = start
         further, offset = plan.height * apart * itemsize, 0  # bytes of a step
         if isinstance(step, int) and step * further < 2**31:  # then it is a part of the instruction
             offset = step * further
@@ -153,10 +158,10 @@ class ColumnMemory(Memory):
             step = constant(step)
         if not whole:
             along = arith.addi(along, arith.muli(step, constant(plan.height)))
-            inside = both(inside, compare("slt", along, constant(plan.cols)))
+            exists = both(exists, compare("slt", along, constant(plan.cols)))
         if places is not None:
-            return _Repeated(address, offset, itemsize, inside, places=places)
-        return Vector(address, offset, itemsize, inside)
+            return _Repeated(address, offset, itemsize, exists, places=places)
+        return Vector(address, offset, itemsize, exists)
 
 
 def places_of_vector(triples: Sequence[int], vector: int) -> int | None:
@@ -211,7 +216,7 @@ class ColumnTile(Tile):
         slots = [self.exchange.at[number % 2 * 2 + i] for i in range(len(parts))]
         width = WARPS * plan.width
         for slot, part in zip(slots, parts, strict=True):
-            compat.store(slot.at[pl.ds(self.memory.group() * width, width)], part)
+            compat.store(slot.at[pl.ds(self.memory.warpgroup() * width, width)], part)
         sync.block_barrier()
         parts = function(plan.warps, *(functools.partial(self._load_kth, slot, 0, plan.warps) for slot in slots))
         if plan.cluster == 1:
@@ -223,8 +228,8 @@ class ColumnTile(Tile):
         sync.await_exchange(self.arrivals, number, 4 * len(parts) * plan.blocks * plan.width)
         return function(plan.blocks, *(functools.partial(self._load_kth, slot, plan.warps, plan.blocks) for slot in slots))
 
-    # Merges of `count` values of each row, those of warps or of blocks. A place along the rows takes several of them, the k-th
-    # by a function of k and of a fill if there is none, and then the places of a warp merge by shuffles.
+    # Merges `count` values of each row, one for each warp or block. The lanes that hold a row take the values in turns;
+    # shuffles merge the lanes. Values are functions of the turn, and of a fill where there is none.
 
     def _merge_states(self, scale, count, maxima, sums):
         maxima, sums = self._by_turn(count, maxima, -jnp.inf), self._by_turn(count, sums, 0)

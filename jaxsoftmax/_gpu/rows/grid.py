@@ -64,7 +64,7 @@ def launch(kernel: RowKernel, plan: RowPlan | ColumnPlan) -> list[jax.Array]:
 
     def run(*refs):
         operands, results, scratch = kernel.split(refs)
-        slots = dict(zip(kernel.rows, scratch.slots, strict=False))
+        slots = dict(zip(kernel.whole_arrays, scratch.slots, strict=False))
         copies = [operands[name] for name in slots], list(slots.values()), kernel.fills(list(slots))
         if states:
             slices: Slices = ColumnSlices(plan, count, scratch.exchange, None, scratch.answer, states=results.pop())
@@ -77,7 +77,7 @@ def launch(kernel: RowKernel, plan: RowPlan | ColumnPlan) -> list[jax.Array]:
             lambda tile, made: kernel.store(tile, results, made),
         )
 
-    in_slots = [array.dtype for array in kernel.rows.values()]
+    in_slots = [array.dtype for array in kernel.whole_arrays.values()]
     view, blocks = plan.view(kernel.problem.outer), min(plan.persistent_blocks, count * plan.blocks)
     # The examples of a vmap would share tickets.
     return kernel.call(run, plan, view, scratch_of(plan, in_slots), blocks=blocks, is_sequential=True, states=states)

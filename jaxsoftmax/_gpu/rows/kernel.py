@@ -14,6 +14,7 @@ from jax import lax
 
 from jaxsoftmax._core.row_problem import RowProblem, is_along
 from jaxsoftmax._gpu.kernel import kernel_of
+from jaxsoftmax._gpu.rows.plan import ColumnPlan, RowPlan
 from jaxsoftmax._gpu.rows.tile import Either, Tile
 
 
@@ -66,7 +67,7 @@ class Scratch(NamedTuple):
     answer: Any = None  # an int32 through which one thread tells the others what it read, or None
 
 
-def scratch_of(plan, dtypes: Sequence[Any]) -> Scratch:
+def scratch_of(plan: RowPlan | ColumnPlan, dtypes: Sequence[Any]) -> Scratch:
     """Returns the types of the shared memory of a block that holds operands of these dtypes."""
     order_shape = plan.order_shape
     return Scratch(
@@ -95,7 +96,6 @@ class RowKernel:
     problem: RowProblem
     whole: Sequence[Any] = ()  # dtypes of the results as large as the rows
     per_row: Sequence[Any] = ()  # dtypes of the results with a value for each row
-    n_exchanges: int = 1  # number of times that the body merges or sums over the warps of a row
     replaced: str | None = None
     devices: tuple[tuple[str, int], ...] = ()  # mesh axes, with sizes, whose devices share the rows: then the grid does, too
 
@@ -104,7 +104,7 @@ class RowKernel:
         return {name: operand for name, operand in self.operands.items() if operand is not None}
 
     @functools.cached_property
-    def rows(self) -> dict[str, jax.Array]:
+    def whole_arrays(self) -> dict[str, jax.Array]:
         """Operands as large as the rows, by name."""
         return {name: operand.array for name, operand in self.present.items() if isinstance(operand, Whole)}
 
@@ -123,7 +123,7 @@ class RowKernel:
     def split(self, refs: Sequence[Any]) -> tuple[dict[str, Any], list[Any], Scratch]:
         """Splits the references that a kernel gets into operands by name, results and scratch."""
         *refs, slots, exchange, arrivals, order, answer = refs
-        scratch, names = Scratch(slots, exchange, arrivals, order, answer), [*self.rows, *self.others]
+        scratch, names = Scratch(slots, exchange, arrivals, order, answer), [*self.whole_arrays, *self.others]
         operands, results = dict(zip(names, refs, strict=False)), refs[len(names) :]
         if self.replaced is not None:
             results.insert(0, operands[self.replaced])
@@ -166,7 +166,7 @@ class RowKernel:
     # Around the kernel.
 
     def call(
-        self, run, plan, view, scratch: Scratch, *, blocks: int, is_sequential: bool = False, states=()
+        self, run, plan: RowPlan | ColumnPlan, view, scratch: Scratch, *, blocks: int, is_sequential: bool = False, states=()
     ) -> list[jax.Array]:
         """Calls the kernel on a grid of blocks or clusters.
 
@@ -174,10 +174,10 @@ class RowKernel:
         rows, `scratch` the types of a block's shared memory. If the call `is_sequential`, the examples of a `vmap` do not share
         it. `states` are types of further results, which are dropped.
         """
-        arrays = [array.reshape(view) for array in self.rows.values()]
+        arrays = [array.reshape(view) for array in self.whole_arrays.values()]
         arrays += [self._flat(self.present[name], view) for name in self.others]
         results = [jax.ShapeDtypeStruct(view, dtype) for dtype in self.whole if self.replaced is None]
-        results += [jax.ShapeDtypeStruct((self.problem.rows,), dtype) for dtype in self.per_row]
+        results += [jax.ShapeDtypeStruct((self.problem.n_rows,), dtype) for dtype in self.per_row]
         options: dict[str, Any] = {}
         if plan.warpgroups > 1:
             options |= {"num_threads": plan.warpgroups, "thread_name": "warpgroup"}
@@ -201,7 +201,7 @@ class RowKernel:
 
     def _call_in_place(self, call, arrays, results) -> Sequence[jax.Array]:
         """Calls a kernel that writes its first result in the memory of an operand."""
-        at = [*self.rows].index(str(self.replaced))
+        at = [*self.whole_arrays].index(str(self.replaced))
 
         def in_place(refs):  # which has no way out for results except references
             made = call(*arrays[:at], refs[0], *arrays[at + 1 :])

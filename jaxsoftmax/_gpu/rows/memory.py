@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -43,7 +43,7 @@ from jaxsoftmax._gpu.emit import (
     widened,
     words_of,
 )
-from jaxsoftmax._gpu.rows.plan import RowPlan, Storage
+from jaxsoftmax._gpu.rows.plan import ColumnPlan, RowPlan, Storage
 
 # Values that are as large as the rows: a function of a step to the elements of that step. What is computed from it twice need
 # not stay in registers meanwhile.
@@ -57,7 +57,7 @@ class Elements:
     load: Steps  # to elements as they are in memory
     of: Any  # dtype in memory
     dtype: Any
-    plan: Any
+    plan: RowPlan | ColumnPlan
 
     def __call__(self, step) -> jax.Array:
         return self.converted(self.load(step))
@@ -87,22 +87,22 @@ class Memory:
     columns the elements of that vector have (`places`). `row`, `rank` and `stage` are scalars, int32.
     """
 
-    plan: Any
+    plan: RowPlan | ColumnPlan
     row: Any  # number of the first row, or of the tile of rows
     count: int  # rows, or tiles, of the arrays
     exact: bool = False  # Pallas can load and store the rows
     rank: Any = 0  # number of the block among those that share the row
-    stage: Any = 0  # of shared memory, that holds the rows
+    stage: Any = 0  # number of the stage of shared memory that holds the rows
 
     @functools.cached_property
     def place(self) -> list[Any]:
         return [self.row, self.rank]
 
-    def group(self):
+    def warpgroup(self):
         """Returns the number of the warpgroup in its block."""
         return lax.axis_index("warpgroup") if self.plan.warpgroups > 1 else jnp.int32(0)
 
-    def _starts(self, ref, place, itemsize, source=None) -> Iterator[tuple[Any, ...]]:
+    def _starts(self, ref, place, itemsize, source=None) -> Iterator[Any]:
         raise NotImplementedError
 
     def _vector(self, step, start, itemsize, whole=False, singly=False) -> Vector:
@@ -136,10 +136,11 @@ class Memory:
         """
 
         def copy(copies):
-            for own, *where, _, last in copies:
-                own.among_others(last).copy(*where)
-            for own, *where, last in copies:  # last, because a thread waits for what it loads of the array's last vector
-                own.among_others(last).copy_rest(*where)
+            for own_vector, *where, _, last in copies:
+                own_vector.among_others(last).copy(*where)
+            # These are last, because a thread waits for what it loads of the array's last vector.
+            for own_vector, *where, last in copies:
+                own_vector.among_others(last).copy_rest(*where)
 
         self._each_copy(copy, refs, slots, fills)
 
@@ -163,8 +164,8 @@ class Memory:
                 place = arith.addi(utils.thread_idx(), arith.muli(stage, constant(plan.steps * plan.threads)))
                 target = shared_address(slot, arith.muli(place, constant(size)))
                 for step in range(plan.steps):
-                    own = self._vector(step, start, itemsize)
-                    copies.append((own, register, target, step * plan.threads * size, fill, last))
+                    own_vector = self._vector(step, start, itemsize)
+                    copies.append((own_vector, register, target, step * plan.threads * size, fill, last))
             function(copies)
 
         fills = [filled(fill, ref.dtype) for ref, fill in zip(refs, fills, strict=True)]
@@ -219,15 +220,16 @@ class Memory:
             # Rows that repeat are not aligned as the rows of the scores are.
             singly = source is not None and not plan.has_whole_vectors
 
-            def held(step, start, whole=False):
-                held = self._vector(step, start, dtype.itemsize, whole, singly)
-                return held.load(register, fill, policy) if refs else held.touched(register)
+            def load_vector(step, start, whole=False):
+                own_vector = self._vector(step, start, dtype.itemsize, whole, singly)
+                return own_vector.load(register, fill, policy) if refs else own_vector.touched(register)
 
             if step is None:
-                return [[held(i, start) for start in starts] for i in range(plan.steps)]
+                return [[load_vector(i, start) for start in starts] for i in range(plan.steps)]
             if isinstance(step, int):
-                return [[held(step, start) for start in starts]]
-            return [[held(operands[-1], start, plan.looped_steps == plan.whole_steps) for start in starts]]
+                return [[load_vector(step, start) for start in starts]]
+            is_whole = plan.looped_steps == plan.whole_steps
+            return [[load_vector(operands[-1], start, is_whole) for start in starts]]
 
         kind = plgpu.ShapeDtypeStruct(plan.shape, dtype, layout=plan.layout)
         scalars = self.place if step is None or isinstance(step, int) else [*self.place, step]
@@ -242,7 +244,7 @@ class Memory:
         def add(row, rank, step, values, columns, addends):
             places = self.places((row, rank), step)
             registers = zip(values.registers.flat, places, columns.registers.flat, addends.registers.flat, strict=True)
-            return [plus_where(register, *own) for register, *own in registers]
+            return [plus_where(*operands) for operands in registers]
 
         of_rows = plan.row_layout if columns.ndim else SPLAT
         arrays = [(values, plan.layout), (columns, of_rows), (addends, of_rows)]
@@ -265,6 +267,15 @@ class Memory:
         return emit(make, None, [*self.place, step], results=kind)
 
 
+class RowStart(NamedTuple):
+    """The place where a thread's vectors of a row start. Values are of MLIR."""
+
+    address: Any
+    element: Any  # the number, in the slice, of the element at the address
+    exists: Any  # True if there is such a row; None if always
+    length: Any  # elements of the slice
+
+
 @dataclass(frozen=True)
 class RowMemory(Memory):
     """Rows along the last axis, of a `RowPlan`."""
@@ -273,8 +284,8 @@ class RowMemory(Memory):
 
     def fill_around(self, refs, slots, fills) -> None:
         def fill(copies):
-            for own, *where, _ in copies:
-                own.fill_around(*where)
+            for own_vector, *where, _ in copies:
+                own_vector.fill_around(*where)
 
         # Neighbours that came along at both ends are filled, so that a loop over the row needs no predicates.
         if self.plan.is_shifted and not self.plan.has_whole_vectors:
@@ -317,13 +328,13 @@ class RowMemory(Memory):
         if plan.takes_block:
             return ref[self.row]
         if self.exact:
-            return plgpu.load(ref.at[pl.ds(self.row, plan.rows)], layout=plan.row_layout, optimized=False)
+            return plgpu.load(ref.at[pl.ds(self.row, plan.block_rows)], layout=plan.row_layout, optimized=False)
 
         def load(ref, row):
             register = plan.row_layout.to_mgpu().registers_element_type(ref.type.element_type)
             return [entry.load(register) for entry in self._row_entries(ref, row, itemsize)]
 
-        kind = plgpu.ShapeDtypeStruct((plan.rows,), ref.dtype, layout=plan.row_layout)
+        kind = plgpu.ShapeDtypeStruct((plan.block_rows,), ref.dtype, layout=plan.row_layout)
         return emit(load, ref, [self.row], results=kind)
 
     def store_row(self, ref, values: jax.Array) -> None:
@@ -335,7 +346,7 @@ class RowMemory(Memory):
             tickets.store_by_first_thread(ref, self.row, values)
             return
         if self.exact:
-            compat.store(ref.at[pl.ds(self.row, plan.rows)], values)
+            compat.store(ref.at[pl.ds(self.row, plan.block_rows)], values)
             return
 
         def store(ref, row, values):
@@ -347,7 +358,8 @@ class RowMemory(Memory):
 
     def places(self, place, step) -> Iterator[list[tuple[Any, int]]]:
         plan = self.plan
-        for _, first, *_ in self._starts(None, place, 1):
+        for start in self._starts(None, place, 1):
+            first = start.element
             if plan.blocks > 1:
                 first = arith.addi(first, self._slice_start(place[1]))
             first = arith.addi(first, arith.muli(step, constant(plan.threads * plan.vector)))
@@ -359,24 +371,21 @@ class RowMemory(Memory):
         """Returns the part of an array that the warpgroup has in a step."""
         plan = self.plan
         if plan.takes_block:
-            return ref.at[(self.row * plan.steps + step) * plan.warpgroups + self.group()]
+            return ref.at[(self.row * plan.steps + step) * plan.warpgroups + self.warpgroup()]
         width = plan.shape[1]
-        return ref.at[pl.ds(self.row, plan.rows), pl.ds(step * width, width)]
+        return ref.at[pl.ds(self.row, plan.block_rows), pl.ds(step * width, width)]
 
     def _entry(self, step):
         """Returns the number, in a slot of shared memory, of the warpgroup's part of a step."""
-        return (self.stage * self.plan.steps + step) * self.plan.warpgroups + self.group()
+        return (self.stage * self.plan.steps + step) * self.plan.warpgroups + self.warpgroup()
 
     def _slice_start(self, rank):
         plan = self.plan
         lines = arith.addi(arith.muli(rank, constant(plan.slice_lines)), arith.minsi(rank, constant(plan.n_longer_slices)))
         return arith.muli(lines, constant(plan.line))
 
-    def _starts(self, ref, place, itemsize, source=None) -> Iterator[tuple[Any, ...]]:
-        """Yields for each of a thread's rows where its vectors start.
-
-        That is an address, the element of the slice at the address, whether it is a row at all, and the elements of the slice.
-        """
+    def _starts(self, ref, place, itemsize, source=None) -> Iterator[RowStart]:
+        """Yields for each of a thread's rows where its vectors start."""
         plan = self.plan
         position = utils.thread_idx() if plan.takes_block else arith.remui(utils.thread_idx(), constant(plan.lanes))
         element = first = arith.muli(position, constant(plan.vector))
@@ -396,20 +405,20 @@ class RowMemory(Memory):
                 start = arith.subi(start, i64(before))
                 in_slice = arith.subi(element, before)
             base = i64(0) if ref is None else address_of(ref)
-            yield arith.addi(base, arith.muli(start, i64(itemsize))), in_slice, inside, length
+            yield RowStart(arith.addi(base, arith.muli(start, i64(itemsize))), in_slice, inside, length)
 
     def _before(self, row):
         """Returns the number of elements from the start of its first line to a row, int32."""
         line = self.plan.line  # a power of two, so what overflows does not matter
         return arith.remui(arith.muli(row, constant(self.plan.cols % line)), constant(line))
 
-    def _vector(self, step, start, itemsize, whole=False, singly=False) -> Vector:
+    def _vector(self, step, start: RowStart, itemsize, whole=False, singly=False) -> Vector:
         """Returns the vector that a thread has in a step, an int or an int32 in a loop.
 
         `whole` says that all threads have whole vectors then, `singly` that elements are touched one by one.
         """
         plan = self.plan
-        address, first, inside, length = start
+        address, first, exists, length = start
         if isinstance(step, int):
             made = functools.partial(Vector, address, step * plan.step_cols * itemsize, itemsize)
             whole = whole or step in plan.whole_steps
@@ -419,22 +428,22 @@ class RowMemory(Memory):
             made = functools.partial(Vector, arith.addi(address, arith.muli(i64(further), i64(itemsize))), 0, itemsize)
             first = arith.addi(first, further)
 
-        def own():
+        def inside_each():
             return [compare("ult", arith.addi(first, constant(q)), length) for q in range(plan.vector)]
 
         if singly:
-            return made(None, utils.c(1, integer(1)), own)
+            return made(None, utils.c(1, integer(1)), inside_each)
         if whole:
-            return made(inside)
+            return made(exists)
         if not plan.is_shifted:
-            return made(both(inside, compare("slt", first, length)))
+            return made(both(exists, compare("slt", first, length)))
         last = constant(plan.vector - 1)
         most = arith.maxsi(arith.subi(length, last), constant(0))
         complete = compare("ult", first, most)  # a negative number counts as a large one
         if plan.has_whole_vectors:
             return made(complete)
         touched = compare("ult", arith.addi(first, last), arith.addi(length, last))
-        return made(complete, arith.xori(complete, touched), own)
+        return made(complete, arith.xori(complete, touched), inside_each)
 
     def _row_entries(self, ref, row, itemsize):
         for own_row, inside in self._own_rows(row):
@@ -443,10 +452,10 @@ class RowMemory(Memory):
     def _own_rows(self, row):
         """Yields the rows inside a warp whose elements this thread holds, and whether each row exists, None if always."""
         plan = self.plan
-        own = arith.addi(row, arith.divui(utils.thread_idx(), constant(plan.lanes)))
+        first = arith.addi(row, arith.divui(utils.thread_idx(), constant(plan.lanes)))
         for i in range(plan.rows_per_lanes):
-            here = arith.addi(own, constant(i * WARPS * (WARP // plan.lanes)))
-            yield here, (None if self.count % plan.rows == 0 else compare("ult", here, constant(self.count)))
+            here = arith.addi(first, constant(i * WARPS * (WARP // plan.lanes)))
+            yield here, (None if self.count % plan.block_rows == 0 else compare("ult", here, constant(self.count)))
 
     # Rows that start inside a line: steps of a loop, and sums, in the order of the row.
 
@@ -462,18 +471,18 @@ class RowMemory(Memory):
             register = plan.layout.to_mgpu().registers_element_type(ref.type.element_type)
             (start,) = self._starts(ref, (row, rank), itemsize)
             following = arith.addi(steps[0], constant(1)) if steps else step + 1
-            own, further = (
+            current, further = (
                 self._vector(k, start, itemsize, bool(steps)).load(register, bits)
                 for k in (steps[0] if steps else step, following)
             )
-            return [self.join(row, own, further)]
+            return [self.join(row, current, further)]
 
         kind = plgpu.ShapeDtypeStruct(plan.shape, ref.dtype, layout=plan.layout)
         return emit(load, ref, [*self.place, *([] if isinstance(step, int) else [step])], results=kind)
 
-    def join(self, row, own, further):
-        """Returns a thread's vector of a step, `own`, whose elements before the row are replaced by those of `further`."""
-        words = words_of(own.type)
+    def join(self, row, current, further):
+        """Returns a thread's vector of a step, `current`, whose elements before the row are replaced by those of `further`."""
+        words = words_of(current.type)
         per_word = self.plan.vector // words.shape[0]  # elements
         first = arith.subi(arith.muli(utils.thread_idx(), constant(self.plan.vector)), self._before(row))
         joined = llvm.mlir_undef(words)
@@ -483,10 +492,10 @@ class RowMemory(Memory):
                 inside = compare("sge", arith.addi(first, constant(k * per_word + q)), constant(0))
                 ones = constant(-1) if per_word == 1 else constant(0xFFFF << 16 * q)
                 kept = arith.ori(kept, arith.select(inside, ones, constant(0)))
-            a, b = (llvm.extractelement(vector.bitcast(words, part), constant(k)) for part in (own, further))
+            a, b = (llvm.extractelement(vector.bitcast(words, part), constant(k)) for part in (current, further))
             word = arith.ori(arith.andi(a, kept), arith.andi(b, arith.xori(kept, constant(-1))))
             joined = llvm.insertelement(joined, word, constant(k))
-        return vector.bitcast(own.type, joined)
+        return vector.bitcast(current.type, joined)
 
     def _inside_joined(self, step) -> jax.Array:
         """Flags the elements of a step, as `_load_joined` gives them, that are of the row: int8. In a loop all are."""
@@ -496,13 +505,13 @@ class RowMemory(Memory):
             register = plan.layout.to_mgpu().registers_element_type(integer(8))
             if not isinstance(step, int):
                 return [utils.c(1, register)]
-            ((_, first, _, length),) = self._starts(None, (row, rank), 1)
+            (start,) = self._starts(None, (row, rank), 1)
             flags = utils.c(0, register)
             for q in range(plan.vector):
-                element = arith.addi(first, constant(q))
+                element = arith.addi(start.element, constant(q))
                 is_later = compare("slt", element, constant(0))
                 element = arith.addi(element, arith.select(is_later, constant(plan.step_cols), constant(0)))
-                inside = compare("ult", arith.addi(element, constant(step * plan.step_cols)), length)
+                inside = compare("ult", arith.addi(element, constant(step * plan.step_cols)), start.length)
                 flags = llvm.insertelement(flags, arith.extui(register.element_type, inside), constant(q))
             return [flags]
 

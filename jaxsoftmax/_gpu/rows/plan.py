@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxsoftmax._gpu.emit import WARP, WARPS, tiled
 
@@ -57,7 +57,7 @@ class RowPlan:
     cluster: int = _derived()  # blocks of a cluster
     warpgroups: int = _derived()  # of a block
     lanes: int = _derived()  # lanes of a warp that share a row
-    rows: int = _derived()  # of a block
+    block_rows: int = _derived()  # rows of a block
     warps: int = _derived()  # warps that share a row of a whole block, in all blocks of the cluster
     shape: tuple[int, int] = _derived()  # what a warpgroup holds in one step: rows, or its warps, by elements
     line: int = _derived()  # elements of a line of 128 bytes, if a vector has 16 bytes
@@ -79,9 +79,9 @@ class RowPlan:
         cluster, stages = (1, 2) if self.persistent_blocks else (blocks, 1)
         put(takes_block=threads > WARP, cluster=cluster, stages=stages)
         put(warpgroups=max(1, threads // (WARP * WARPS)), lanes=min(threads, WARP), step_cols=threads * vector)
-        put(rows=1 if self.takes_block else WARPS * (WARP // self.lanes) * self.rows_per_lanes)
+        put(block_rows=1 if self.takes_block else WARPS * (WARP // self.lanes) * self.rows_per_lanes)
         put(warps=WARPS * self.warpgroups * cluster)
-        put(shape=(WARPS if self.takes_block else self.rows, self.lanes * vector))
+        put(shape=(WARPS if self.takes_block else self.block_rows, self.lanes * vector))
 
         put(line=8 * vector, has_whole_vectors=cols % vector == 0)
         put(is_shifted=self.takes_block and cols % self.line != 0)
@@ -106,7 +106,7 @@ class RowPlan:
 
     def describe(self) -> str:
         if not self.takes_block:
-            return f"{self.rows} rows a block, {_counted(self.threads, 'lane')} a row, in {self.storage.value}"
+            return f"{self.block_rows} rows a block, {_counted(self.threads, 'lane')} a row, in {self.storage.value}"
         how = f"{self.threads} threads a block, rows in {self.storage.value}"
         if self.storage == Storage.NOWHERE:
             how = f"{self.threads} threads a block, rows read in a loop"
@@ -187,9 +187,14 @@ class ColumnPlan:
     unroll: int = 1
     persistent_blocks: int = 0
 
-    # As in a `RowPlan`; tiles count as rows.
-    rows, takes_block, allows_either = 1, True, False
-    has_whole_vectors, is_shifted, is_exact, order_shape = True, False, False, None
+    # What a `RowPlan` says of rows, said of tiles.
+    block_rows: ClassVar[int] = 1  # a block has one tile
+    takes_block: ClassVar[bool] = True
+    allows_either: ClassVar[bool] = False  # the rows of a tile may differ in the condition
+    has_whole_vectors: ClassVar[bool] = True  # `vector` divides `inner`
+    is_shifted: ClassVar[bool] = False  # slices start where vectors may
+    is_exact: ClassVar[bool] = False
+    order_shape: ClassVar[None] = None  # the lane of an element does not depend on the number of the tile
 
     def describe(self) -> str:
         how = f"tiles of {self.width} neighbouring rows, {self.threads} threads a block"

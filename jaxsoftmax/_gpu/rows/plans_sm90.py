@@ -14,11 +14,17 @@ from jaxsoftmax._gpu.rows.plan import MOST_OF_A_CLUSTER, ColumnPlan, RowPlan, St
 from jaxsoftmax._gpu.rows.staged import StagedPlan
 
 _RESERVED = 6144  # bytes of shared memory for everything except rows and their states
-# Columns of rows, by bytes of an element and the number of operands that are held: how many registers hold; then from how many
-# per block a cluster has twice as many blocks, and beyond how many per block of the largest cluster the grid shares rows.
+# Longest rows that registers hold, by bytes of an element and operands held.
 _IN_REGISTERS = {(4, 1): 65536, (4, 2): 65536, (2, 1): 65536, (2, 2): 8192}
+# Columns per block above which a cluster doubles its blocks; columns per block of the largest cluster above which the grid
+# shares rows.
 _SHARES = {(4, 1): (16384, 11264), (4, 2): (12288, 8192), (2, 1): (20480, 24576), (2, 2): (25600, 25600)}
 _STAGE = {4: 32768, 2: 24576}  # bytes of a stage of a block of the grid, by bytes of an element
+
+# Bytes of a tile of rows along another axis.
+_MOST_OF_A_BLOCK = 102400
+_WANTED_OF_A_BLOCK = 40960
+_MOST_OF_128_THREADS = 65536
 
 
 def plan_rows(problem: RowProblem, target: Target, devices: bool = False) -> RowPlan | ColumnPlan | Refusal:
@@ -105,7 +111,7 @@ def _grid(problem: RowProblem, target: Target, stage: int) -> RowPlan | Refusal:
     held = stage // (step * itemsize * len(problem.read)) * step
     blocks = -(-cols // (held if cols % line == 0 else held - line))  # slices may start inside a line
     resident = _resident(target, stage)
-    # Blocks would wait for the last slices of such a row with little else to do.
+    # The last slices of longer rows would leave most blocks waiting.
     if 3 * blocks > 4 * resident:  # a row is then more than two thirds of the slices that all blocks hold, each in two stages
         return Refusal(
             f"rows of {cols} entries are {blocks} slices, more than two thirds of the {2 * resident} that the grid holds"
@@ -192,11 +198,11 @@ def _columns(problem: RowProblem, target: Target) -> ColumnPlan:
     fills = itemsize == 4 or (cols * line * size <= 2**18 and (inner % (line * vector) == 0 or inner > 8 * line * vector))
     touched = line if fills and not is_streamed else line // 2
     lanes = widest = min(WARP // 2, touched, _power(inner / vector))
-    while lanes * vector * itemsize > 64 and cols * lanes * size > most * 102400:
+    while lanes * vector * itemsize > 64 and cols * lanes * size > most * _MOST_OF_A_BLOCK:
         lanes //= 2
-    if cols * lanes * size <= most * 102400:
-        blocks = min(most, _power(cols * lanes * size / 40960))
-        threads = 128 if cols * lanes * size <= blocks * 65536 else 256
+    if cols * lanes * size <= most * _MOST_OF_A_BLOCK:
+        blocks = min(most, _power(cols * lanes * size / _WANTED_OF_A_BLOCK))
+        threads = 128 if cols * lanes * size <= blocks * _MOST_OF_128_THREADS else 256
         return ColumnPlan(cols, inner, vector, threads, lanes, blocks, unroll=8 // itemsize)
     if is_streamed or problem.reduces == "nothing":  # read once, or by blocks that need nothing of each other
         return ColumnPlan(cols, inner, vector, 128, widest, most, Storage.NOWHERE, unroll=4)

@@ -65,7 +65,7 @@ class StagedPlan(RowPlan):
     itemsize: int = 4  # bytes of the widest element
 
     def describe(self) -> str:
-        return f"{self.rows} rows a block, {self.threads} lanes a row, in registers through shared memory"
+        return f"{self.block_rows} rows a block, {self.threads} lanes a row, in registers through shared memory"
 
     @property
     def word(self) -> int:
@@ -85,13 +85,13 @@ class StagedPlan(RowPlan):
     @functools.cached_property
     def apart(self) -> int:
         """Rows from the row of one group of lanes to that of the next group."""
-        rows = self.rows // self.groups
+        rows = self.block_rows // self.groups
         return min((k for k in range(1, rows + 1) if rows % k == 0), key=self.wavefronts)
 
     @property
     def size(self) -> int:
         """Elements of the rows of a block."""
-        return self.rows * self.cols
+        return self.block_rows * self.cols
 
     @property
     def slot_shape(self) -> tuple[int, ...]:
@@ -113,12 +113,12 @@ def launch(kernel: RowKernel, plan: StagedPlan) -> list[jax.Array]:
     """Runs a kernel on short rows, some of them in each block."""
     n_rows, dtypes = kernel.problem.outer, [jnp.dtype(dtype) for dtype in kernel.whole]
     # A result goes through the slot of an operand of its dtype: each thread writes what it alone has read.
-    shared = next((name for name, array in kernel.rows.items() if dtypes == [array.dtype]), None)
+    shared = next((name for name, array in kernel.whole_arrays.items() if dtypes == [array.dtype]), None)
 
     def run(*refs):
         operands, results, scratch = kernel.split(refs)
-        slots = dict(zip(kernel.rows, scratch.slots, strict=False))
-        memory = StagedMemory(plan, lax.axis_index("block") * jnp.int32(plan.rows), n_rows)
+        slots = dict(zip(kernel.whole_arrays, scratch.slots, strict=False))
+        memory = StagedMemory(plan, lax.axis_index("block") * jnp.int32(plan.block_rows), n_rows)
         memory.copy_in([operands[name] for name in slots], list(slots.values()), [])
         targets = [slots[shared]] if shared else scratch.slots[len(slots) :]
         tile = StagedTile(memory, scratch.exchange, scratch.arrivals, scratch.order)
@@ -127,9 +127,9 @@ def launch(kernel: RowKernel, plan: StagedPlan) -> list[jax.Array]:
         if dtypes:
             memory.copy_out(targets, results[: len(dtypes)])
 
-    in_slots = [array.dtype for array in kernel.rows.values()] + ([] if shared else dtypes)
+    in_slots = [array.dtype for array in kernel.whole_arrays.values()] + ([] if shared else dtypes)
     scratch = Scratch([plgpu.SMEM(plan.slot_shape, dtype) for dtype in in_slots])
-    is_sequential, blocks = kernel.may_start_inside_a_vector, pl.cdiv(n_rows, plan.rows)
+    is_sequential, blocks = kernel.may_start_inside_a_vector, pl.cdiv(n_rows, plan.block_rows)
     return kernel.call(run, plan, plan.view(n_rows), scratch, blocks=blocks, is_sequential=is_sequential)
 
 
@@ -188,9 +188,9 @@ class StagedMemory(RowMemory):
             places = self._places(slot, row, step)
             for register, (address, offsets, inside) in zip(values.registers.flat, places, strict=True):
                 words = vector.bitcast(ir.VectorType.get((plan.words,), kind), register)
-                for k, (offset, own) in enumerate(zip(offsets, inside, strict=True)):
+                for k, (offset, is_inside) in enumerate(zip(offsets, inside, strict=True)):
                     value = vector.broadcast(word, llvm.extractelement(words, constant(k)))
-                    store_words(address, offset, own, value, "shared")
+                    store_words(address, offset, is_inside, value, "shared")
 
         emit(store, ref, [self.row], [(values, plan.layout)])
 
@@ -205,16 +205,16 @@ class StagedMemory(RowMemory):
     def _places(self, slot, row, step):
         """Yields for each row of this thread its words in a step: an address, offsets from it, whether each is in the row."""
         plan, itemsize = self.plan, utils.bytewidth(slot.type.element_type)
-        own = arith.muli(arith.remui(utils.thread_idx(), constant(plan.lanes)), constant(plan.word))
+        first = arith.muli(arith.remui(utils.thread_idx(), constant(plan.lanes)), constant(plan.word))
         before, apart = self.before(row, itemsize), plan.lanes * plan.word
         # Words count from the start of the row: an element has the same lane and place wherever its row starts in
         # memory, and so a row always has the same bits.
         offsets = [(step * plan.words + k) * apart for k in range(plan.words)]
         whole = [offset + apart <= plan.cols for offset in offsets]
         ends = [constant(max(0, plan.cols - offset)) for offset in offsets]
-        inside = [None if every else compare("ult", own, end) for every, end in zip(whole, ends, strict=True)]
+        inside = [None if every else compare("ult", first, end) for every, end in zip(whole, ends, strict=True)]
         for local in self._local_rows():
-            start = arith.addi(arith.addi(arith.muli(local, constant(plan.cols)), own), before)
+            start = arith.addi(arith.addi(arith.muli(local, constant(plan.cols)), first), before)
             address = shared_address(slot, arith.muli(start, constant(itemsize)))
             yield address, [offset * itemsize for offset in offsets], inside
 
@@ -246,7 +246,7 @@ class StagedMemory(RowMemory):
     def _own_rows(self, row):
         for local in self._local_rows():
             here = arith.addi(row, local)
-            yield here, (None if self.count % self.plan.rows == 0 else compare("ult", here, constant(self.count)))
+            yield here, (None if self.count % self.plan.block_rows == 0 else compare("ult", here, constant(self.count)))
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ class _RowsOfBlock:
         # Rows are ragged if they may start or end inside a vector where the array does not end; the array is whole if it
         # consists of whole vectors. Rows are exact if every block has all of its rows, and these consist of whole vectors.
         self.ragged, self.whole = plan.size % self.width != 0, memory.count * plan.cols % self.width == 0
-        self.exact = memory.count % plan.rows == 0 and not self.ragged
+        self.exact = memory.count % plan.block_rows == 0 and not self.ragged
         self.vectors = -(-(plan.size + (self.width - 1) * self.ragged) // self.width)  # that the rows touch, at most
         self.before = memory.before(row, self.itemsize)  # elements of the first vector that lie before the rows
         start = arith.muli(i64(row), i64(plan.cols))

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax import online
-from jaxsoftmax._gpu import sync
+from jaxsoftmax._gpu import fused, sync
 from jaxsoftmax._gpu.emit import SPLAT, WARP, WARPS, fma, keep_loop, of_warps, replicated, unknown
-from jaxsoftmax._gpu.rows.memory import Elements, RowMemory, Steps
+from jaxsoftmax._gpu.rows.memory import Elements, Memory, RowMemory, Steps
 from jaxsoftmax._gpu.rows.plan import Storage
 from jaxsoftmax.online import State
 
@@ -49,10 +49,20 @@ class Tile:
     A subclass turns states and sums of warps into states and sums of rows (`merge`, `sum`).
     """
 
-    memory: Any
+    memory: Memory
     exchange: Any  # float32 in shared memory of the plan's `exchange_shape`, or None if no warps share a row
     arrivals: Any  # barriers for the stores of a cluster's blocks to each other's `exchange`, or None
     order: Any = None  # float32 in shared memory of `RowPlan.order_shape`, or None
+
+    @property
+    def allows_either(self) -> bool:
+        """True if results may be `Either`."""
+        return self.memory.plan.allows_either
+
+    def each_fused(self, function, static: tuple[Any, ...], *operands: Steps) -> Steps:
+        """Applies an elementwise function to static arguments and the operands' elements, step by step: see `fused`."""
+        layout = self.memory.plan.layout
+        return each(lambda *elements: fused.fused(function, static, elements, layout), *operands)
 
     def along(self, row: jax.Array) -> jax.Array:
         """Broadcasts a value for each row, or one for all, along the row."""
@@ -222,7 +232,7 @@ class RowTile(Tile):
         first, size = jnp.int32(step), width  # of a step
         if plan.takes_block:
             share = plgpu.broadcasted_iota(jnp.int32, plan.shape, 0, layout=plan.layout)
-            column += share * jnp.int32(width) + self.memory.group() * (shares * width)
+            column += share * jnp.int32(width) + self.memory.warpgroup() * (shares * width)
             size = plan.threads * plan.vector
         if plan.is_shifted:  # what overflows here does not matter below the size of a line
             column -= (self.memory.row * plan.cols) & (plan.line - 1)
@@ -281,7 +291,7 @@ class RowTile(Tile):
             return m
         warps = WARPS * plan.warpgroups
         tops = self.order.at[pl.ds(plan.order_shape[0] - warps, warps)]
-        tops[pl.ds(self.memory.group() * WARPS, WARPS)] = m
+        tops[pl.ds(self.memory.warpgroup() * WARPS, WARPS)] = m
         sync.block_barrier()
         m = jnp.max(plgpu.load(tops, layout=replicated(warps), optimized=False))
         return plgpu.layout_cast(jnp.broadcast_to(m, plan.shape[:1]), plan.row_layout)
@@ -292,18 +302,18 @@ class RowTile(Tile):
         Exchanges take turns with two buffers. A warp that writes in one exchange has read what was written in the one before;
         so all warps have read what was written two before.
         """
-        plan, group = self.memory.plan, self.memory.group()
+        plan, warpgroup = self.memory.plan, self.memory.warpgroup()
         slots = [self.exchange.at[number % 2 * 2 + i] for i in range(len(parts))]
         if plan.cluster > 1:
-            group = self.memory.rank * plan.warpgroups + group
+            warpgroup = self.memory.rank * plan.warpgroups + warpgroup
             if number == 0:
                 sync.cluster_wait()  # until the other blocks run, whose shared memory this one stores to
             for slot, part in zip(slots, parts, strict=True):
-                sync.send_to_cluster(slot, group * WARPS, part, plan.row_layout, plan.cluster, self.arrivals, number)
+                sync.send_to_cluster(slot, warpgroup * WARPS, part, plan.row_layout, plan.cluster, self.arrivals, number)
             sync.await_exchange(self.arrivals, number, 4 * len(parts) * plan.warps)
         else:
             for slot, part in zip(slots, parts, strict=True):
-                slot[pl.ds(group * WARPS, WARPS)] = part
+                slot[pl.ds(warpgroup * WARPS, WARPS)] = part
             if plan.warpgroups > 1:
                 sync.block_barrier()
             else:

@@ -44,7 +44,7 @@ def dot_product_attention_vjp(runner, *, wanted, **arguments):
 def _chosen(runner, operation, arguments):
     """Returns the module of the strategy for a call, and the record of its shard.
 
-    Parameters among the arguments: `over` has a `Cut` for each of "queries" and "keys" that is sharded. `strategy` is the one
+    Parameters among the arguments: `cuts` has a `Cut` for each of "queries" and "keys" that is sharded. `strategy` is the one
     that the user asks for. `knows_cuts` is False if it is not known how the sequences are sharded: the rule runs because of the
     zigzag order alone, perhaps on whole sequences, which is no error then. The others are those of `shard_of`.
     """
@@ -52,7 +52,7 @@ def _chosen(runner, operation, arguments):
     params = {name: param for name, param in arguments.items() if name not in operation.by_name}
     requested, knows_cuts = params.pop("strategy", None), params.pop("knows_cuts", True)
     requested = requested if knows_cuts else None
-    if requested is not None and {"queries", "keys"}.isdisjoint(params["over"]):
+    if requested is not None and {"queries", "keys"}.isdisjoint(params["cuts"]):
         raise ValueError(
             "dot_product_attention: parallel.strategy must be None where no sequence is sharded, got"
             f" {requested!r} with whole queries and keys; in a jax.shard_map give parallel.axis_name"
@@ -61,5 +61,8 @@ def _chosen(runner, operation, arguments):
     return _STRATEGIES[choose.strategy_of(shard, requested)], shard
 
 
-# The rules by the names of the operations.
-RULES = {rule.__name__: rule for rule in (dot_product_attention, dot_product_attention_jvp, dot_product_attention_vjp)}
+RULES = {
+    primitive.ATTENTION: dot_product_attention,
+    primitive.ATTENTION_JVP: dot_product_attention_jvp,
+    primitive.ATTENTION_VJP: dot_product_attention_vjp,
+}

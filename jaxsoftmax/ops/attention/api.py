@@ -261,7 +261,7 @@ def _over_keys(operands, axes, options):
 
     cuts = {"keys": sharding.Cut.of_part(axes, operands["key"].shape[-3])}
     params = {name: option for name, option in options.items() if name != "implementation"}
-    results = across_devices.dot_product_attention(run, **operands, **params, over=cuts, is_manual=True)
+    results = across_devices.dot_product_attention(run, **operands, **params, cuts=cuts, is_manual=True)
     return lax.psum(results, axes) if lax.axis_size(axes) == 1 else results  # the sum tells JAX that all devices have the same
 
 

@@ -36,7 +36,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxsoftmax._core import lower, sharding
 from jaxsoftmax._core.dtypes import accumulator
-from jaxsoftmax._core.operation import Operation
+from jaxsoftmax._core.operation import OnShards, Operation
 from jaxsoftmax._core.primitive import bind, define, set_jvp, set_transpose
 from jaxsoftmax.ops.attention.implementations import ATTENTION_FAMILY
 from jaxsoftmax.ops.attention.operands import (
@@ -70,7 +70,7 @@ def _types(operands, *, return_lse=True, is_partial=False, **params):
 _SEQUENCES: dict[str, Any] = {
     "problem": AttentionProblem,
     "joined": ("queries", "keys"),
-    "is_cut": True,
+    "on_shards": OnShards.EVERYTHING,
     "knows_machine": True,
     "is_reordered": lambda zigzag=None, **params: zigzag is not None,
     "depends_on_cuts": lambda strategy=None, **params: strategy is not None,

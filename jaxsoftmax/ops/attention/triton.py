@@ -148,7 +148,7 @@ def plan(problem: AttentionProblem, target: Target) -> Plan | Refusal:
         attention = TritonForwardPlan(problem, target, tilings[0][1])
     else:
         attention = TritonBackwardPlan(problem, target, tuple(tilings))
-    reason = _slower(types) or availability.unless_forced(target)
+    reason = _slower(types) or availability.refused_unless_forced(target)
     return attention if reason is None else Refusal(reason, attention)
 
 

@@ -597,8 +597,10 @@ def _where(seen, array, otherwise):
 
 
 _FUNCTIONS = {
-    function.__name__: function
-    for function in (dot_product_attention, paged_attention, dot_product_attention_jvp, dot_product_attention_vjp)
+    "dot_product_attention": dot_product_attention,
+    "paged_attention": paged_attention,
+    "dot_product_attention_jvp": dot_product_attention_jvp,
+    "dot_product_attention_vjp": dot_product_attention_vjp,
 }
 
 

@@ -25,7 +25,7 @@ from jax import lax
 
 from jaxsoftmax._core import sharding
 from jaxsoftmax._core.dtypes import accumulator
-from jaxsoftmax._core.operation import Operand, Operation
+from jaxsoftmax._core.operation import OnShards, Operand, Operation
 from jaxsoftmax._core.primitive import bind, define, reverse_only
 from jaxsoftmax.ops.cross_entropy.implementations import CROSS_ENTROPY_FAMILY
 
@@ -92,7 +92,7 @@ LINEAR_CROSS_ENTROPY = define(
         ),
         _types,
         _results,
-        is_uncut=True,  # to hand the kernel shards, XLA would gather a weight whose classes are sharded
+        on_shards=OnShards.NOTHING,  # to hand the kernel shards, XLA would gather a weight whose classes are sharded
         knows_machine=True,
     )
 )

@@ -75,7 +75,7 @@ class LossHead:
         classes = logits.shape[1]
         if self.axis_name:
             cuts = self._cuts(classes)
-            gradient, *terms = across_devices.cross_entropy_gradient(self._run, **operands, over=cuts, **params)
+            gradient, *terms = across_devices.cross_entropy_gradient(self._run, **operands, cuts=cuts, **params)
         else:
             gradient, *terms = self._run(CROSS_ENTROPY_GRADIENT, operands, **params)
         return self.combined([jnp.squeeze(term, 1) for term in terms], classes), gradient

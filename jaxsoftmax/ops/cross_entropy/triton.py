@@ -22,8 +22,10 @@ from jaxsoftmax._core.target import Target
 from jaxsoftmax._triton import availability
 from jaxsoftmax._triton.row_launch import RowFormula, TritonRowPlan, plan_rows
 from jaxsoftmax.ops.cross_entropy import xla
+from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY, CROSS_ENTROPY_GRADIENT, CROSS_ENTROPY_VJP
 from jaxsoftmax.ops.cross_entropy.problem import CrossEntropyProblem
-from jaxsoftmax.ops.softmax.triton import refused, slower
+from jaxsoftmax.ops.softmax.profit import slower_rows
+from jaxsoftmax.ops.softmax.triton import refused
 
 _GRADIENT = "a * p + b * onehot + c"
 
@@ -33,34 +35,34 @@ class TritonLossPlan:
     """Runs a problem of cross-entropy by one kernel over rows."""
 
     problem: CrossEntropyProblem
-    rows: TritonRowPlan  # of the kernel
+    row_plan: TritonRowPlan  # of the kernel
 
     @property
     def remark(self) -> str | None:
-        return self.rows.remark
+        return self.row_plan.remark
 
     def describe(self) -> str:
-        return self.rows.describe()
+        return self.row_plan.describe()
 
     def run(self, **operands: jax.Array | None) -> list[jax.Array]:
-        compute = _COMPUTE[self.problem.operation.name]
-        return compute(self.rows, self.problem.params, dict.fromkeys(self.problem.operation.by_name) | operands)
+        compute = _COMPUTE[self.problem.operation]
+        return compute(self.row_plan, self.problem.params, dict.fromkeys(self.problem.operation.by_name) | operands)
 
 
 def plan(problem: Problem, target: Target) -> TritonLossPlan | Refusal:
     """Plans a problem of cross-entropy."""
-    name, params = problem.operation.name, problem.params
-    if not isinstance(problem, CrossEntropyProblem) or name not in _COMPUTE:
+    operation, name, params = problem.operation, problem.operation.name, problem.params
+    if not isinstance(problem, CrossEntropyProblem) or operation not in _COMPUTE:
         return Refusal(f"it has no kernel for {name}", lacks_kernel=True)
     x, dtype = problem.operands["x"], jnp.dtype(params["dtype"])
     if (reason := refused(problem, [x.dtype, dtype])) is not None:
         return Refusal(reason)
     numbers = [jax.ShapeDtypeStruct(problem.rows.row_shape, jnp.float32)] * 3  # `m`, `d` and the sum of the scores
     replaces = False
-    if name == "cross_entropy":
+    if operation is CROSS_ENTROPY:
         formula = RowFormula(name, "m, d", cap=params["soft_cap"], has_total=problem.has_total)
         results = numbers[: 2 + formula.has_total]
-    elif name == "cross_entropy_vjp":
+    elif operation is CROSS_ENTROPY_VJP:
         formula = RowFormula(name, _GRADIENT, "nothing", cap=params["soft_cap"])
         results, replaces = [jax.ShapeDtypeStruct(x.shape, dtype)], params.get("replaces", False) and x.dtype == dtype
     else:
@@ -69,7 +71,7 @@ def plan(problem: Problem, target: Target) -> TritonLossPlan | Refusal:
         formula = RowFormula(name, _GRADIENT, cap=params["soft_cap"], **options)
         results, replaces = [jax.ShapeDtypeStruct(x.shape, x.dtype), *numbers[: 2 + formula.has_total]], True
     loss = TritonLossPlan(problem, plan_rows(formula, problem.rows, problem.operands, results, target, replaces))
-    reason = availability.unless_forced(target) or slower(problem)
+    reason = availability.refused_unless_forced(target) or slower_rows(problem, wins_if_wide=False)
     return loss if reason is None else Refusal(reason, loss)
 
 
@@ -106,4 +108,4 @@ def _losses_and_gradient(rows: TritonRowPlan, params: Mapping[str, Any], operand
     return [gradient, *xla.results_of(labels, m, d, chosen, *total, dtype=params["dtype"])]
 
 
-_COMPUTE = {"cross_entropy": _losses, "cross_entropy_vjp": _gradient, "cross_entropy_gradient": _losses_and_gradient}
+_COMPUTE = {CROSS_ENTROPY: _losses, CROSS_ENTROPY_VJP: _gradient, CROSS_ENTROPY_GRADIENT: _losses_and_gradient}

@@ -220,8 +220,13 @@ def _is_at(values, index, axes):
     return jnp.zeros_like(values, jnp.int32) + lax.broadcasted_iota(jnp.int32, values.shape, axes[0]) == index
 
 
-_ALL = cross_entropy, cross_entropy_jvp, cross_entropy_vjp, cross_entropy_gradient, linear_cross_entropy
-_FUNCTIONS = {function.__name__: function for function in _ALL}
+_FUNCTIONS = {
+    "cross_entropy": cross_entropy,
+    "cross_entropy_jvp": cross_entropy_jvp,
+    "cross_entropy_vjp": cross_entropy_vjp,
+    "cross_entropy_gradient": cross_entropy_gradient,
+    "linear_cross_entropy": linear_cross_entropy,
+}
 
 
 def plan(problem: Problem, target: Target | None = None) -> ReferencePlan:

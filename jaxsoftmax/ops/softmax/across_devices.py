@@ -9,7 +9,7 @@
 So a device sends two numbers of each row forward, and one in a derivative. `logsumexp` needs no second pass.
 
 Each rule takes a `lower.Runner`, which runs operations on this device's part of the rows, by kernels where they exist, and
-`over`, which maps each axis of the softmax that is sharded to its `Cut`. The other arguments are the operands and parameters of
+`cuts`, which maps each axis of a row that is sharded to its `Cut`. The other arguments are the operands and parameters of
 the operation.
 """
 
@@ -28,66 +28,74 @@ from jaxsoftmax.ops.softmax import primitive, xla
 from jaxsoftmax.ops.softmax.xla import select
 
 
-def softmax(runner, x, where, scale, *, axes, dtype, over):
-    operands = {"x": x, "where": local_mask(x, where, over), "scale": scale}
-    if results := runner.on_all_devices(primitive.SOFTMAX, operands, over, axes=axes, dtype=dtype):
+def softmax(runner, x, where, scale, *, axes, dtype, cuts):
+    """Computes softmax of rows that devices share."""
+    operands = {"x": x, "where": local_mask(x, where, cuts), "scale": scale}
+    if results := runner.on_all_devices(primitive.SOFTMAX, operands, cuts, axes=axes, dtype=dtype):
         return results
-    runner = runner.unless(unprofitable(x))
-    m, d = _row_states(runner, operands, axes, dtype, over)
+    runner = runner.unless(slower_states(x))
+    m, d = _row_states(runner, operands, axes, dtype, cuts)
     d = jnp.where((d > 0) & (d < jnp.inf), d, jnp.nan)  # masked entries are 0 all the same
     operands |= {"m": m, "d": d, "t": jnp.ones_like(d)}
     return runner(primitive.LOGSUMEXP_VJP, operands, axes=axes, dtype=dtype, scale_tangent=False)
 
 
-def log_softmax(runner, x, where, scale, *, axes, dtype, return_state, over):
-    operands = {"x": x, "where": local_mask(x, where, over), "scale": scale}
+def log_softmax(runner, x, where, scale, *, axes, dtype, return_state, cuts):
+    """Computes log_softmax of rows that devices share, and with `return_state` their state."""
+    operands = {"x": x, "where": local_mask(x, where, cuts), "scale": scale}
     params = {"axes": axes, "dtype": dtype, "return_state": return_state}
-    if results := runner.on_all_devices(primitive.LOG_SOFTMAX, operands, over, **params):
+    if results := runner.on_all_devices(primitive.LOG_SOFTMAX, operands, cuts, **params):
         return results
-    runner = runner.unless(unprofitable(x))
-    m, d = _row_states(runner, operands, axes, dtype, over)
+    runner = runner.unless(slower_states(x))
+    m, d = _row_states(runner, operands, axes, dtype, cuts)
     d += d - d  # NaN where it is infinite
     out = select(operands["where"], xla.saved_exponent(x, m, scale) - jnp.log(d), -jnp.inf).astype(dtype)
     return [out, m, d] if return_state else [out]
 
 
-def logsumexp(runner, x, where, scale, *, axes, dtype, return_state, over):
-    runner = runner.unless(unprofitable(x))
-    m, d = _row_states(runner, {"x": x, "where": local_mask(x, where, over), "scale": scale}, axes, dtype, over)
+def logsumexp(runner, x, where, scale, *, axes, dtype, return_state, cuts):
+    """Computes logsumexp of rows that devices share, and with `return_state` their state."""
+    runner = runner.unless(slower_states(x))
+    m, d = _row_states(runner, {"x": x, "where": local_mask(x, where, cuts), "scale": scale}, axes, dtype, cuts)
     lse = xla.lse_of(m, d, scale).astype(dtype)
     return [lse, m, d] if return_state else [lse]
 
 
-def softmax_jacobian(runner, y, t, scale, *, axes, dtype, over):
-    y = select(_inside(y, over), y, 0)
+def softmax_jacobian(runner, y, t, scale, *, axes, dtype, cuts):
+    """Computes the derivative of softmax of rows that devices share."""
+    y = select(_inside(y, cuts), y, 0)
     operands = {"y": y, "t": t, "scale": scale}
-    return _with_sums(runner, primitive.SOFTMAX_JACOBIAN, operands, over, axes=axes, dtype=dtype)
+    return _with_sums(runner, primitive.SOFTMAX_JACOBIAN, operands, cuts, axes=axes, dtype=dtype)
 
 
-def log_softmax_jvp(runner, *, over, **arguments):
-    operands, params = _saved_operands(arguments, over)
-    return _with_sums(runner, primitive.LOG_SOFTMAX_JVP, operands, over, **params)
+def log_softmax_jvp(runner, *, cuts, **arguments):
+    """Computes the tangent of log_softmax of rows that devices share."""
+    operands, params = _saved_operands(arguments, cuts)
+    return _with_sums(runner, primitive.LOG_SOFTMAX_JVP, operands, cuts, **params)
 
 
-def log_softmax_vjp(runner, *, over, **arguments):
-    operands, params = _saved_operands(arguments, over)
-    return _with_sums(runner, primitive.LOG_SOFTMAX_VJP, operands, over, **params)
+def log_softmax_vjp(runner, *, cuts, **arguments):
+    """Computes the cotangent of log_softmax of rows that devices share."""
+    operands, params = _saved_operands(arguments, cuts)
+    return _with_sums(runner, primitive.LOG_SOFTMAX_VJP, operands, cuts, **params)
 
 
-def _with_sums(runner, operation, operands, over, **params):
+def _with_sums(runner, operation, operands, cuts, **params):
     """Computes a derivative that needs sums along whole rows: by one kernel that sums over devices, or by the reference."""
-    results = runner.on_all_devices(operation, operands, over, **params)
-    return results or runner.on_reference(operation, operands, OF_ONE_KERNEL, axis_name=mesh_axes(over), **params)
+    results = runner.on_all_devices(operation, operands, cuts, **params)
+    return results or runner.on_reference(operation, operands, OF_ONE_KERNEL, axis_name=mesh_axes(cuts), **params)
 
 
-def logsumexp_jvp(runner, *, dtype, over, **arguments):
-    operands, params = _saved_operands(arguments, over)
+def logsumexp_jvp(runner, *, dtype, cuts, **arguments):
+    """Computes the tangent of logsumexp of rows that devices share."""
+    operands, params = _saved_operands(arguments, cuts)
     (mean,) = runner(primitive.LOGSUMEXP_JVP, operands, dtype=operands["m"].dtype, **params)
-    return lax.psum(mean, mesh_axes(over)).astype(dtype)
+    return lax.psum(mean, mesh_axes(cuts)).astype(dtype)
 
 
-def logsumexp_vjp(runner, x, m, d, t, where, scale, *, over, **params):
-    del over  # the state holds the sum over the whole row
+def logsumexp_vjp(runner, x, m, d, t, where, scale, *, cuts, **params):
+    """Computes the cotangent of logsumexp for this device's part of the rows."""
+    del cuts  # the state holds the sum over the whole row
     return runner(primitive.LOGSUMEXP_VJP, {"x": x, "m": m, "d": d, "t": t, "where": where, "scale": scale}, **params)
 
 
@@ -105,7 +113,7 @@ OF_ONE_KERNEL = (
 )
 
 
-def unprofitable(x) -> str | None:
+def slower_states(x) -> str | None:
     """Says why the reference should be faster than kernels that compute the states of this part of the rows, or None."""
     size = x.size * x.dtype.itemsize
     if size >= LEAST_FOR_STATES:
@@ -116,25 +124,25 @@ def unprofitable(x) -> str | None:
     )
 
 
-def _row_states(runner, operands, axes, dtype, over):
+def _row_states(runner, operands, axes, dtype, cuts):
     """Computes the state of whole rows. The `where` of the operands masks padding too."""
     params = {"axes": axes, "dtype": accumulator(operands["x"].dtype, dtype), "return_state": True}
-    return merge_states(*runner(primitive.LOGSUMEXP, operands, **params)[1:], over=over, scale=operands["scale"])
+    return merge_states(*runner(primitive.LOGSUMEXP, operands, **params)[1:], cuts=cuts, scale=operands["scale"])
 
 
 _SAVED = ("x", "m", "d", "t", "where", "scale")
 
 
-def _saved_operands(arguments, over):
+def _saved_operands(arguments, cuts):
     """Returns the operands of a derivative by name, with a mask of this device's part, and the parameters."""
     operands = {name: arguments[name] for name in _SAVED}
     params = {name: value for name, value in arguments.items() if name not in _SAVED}
     x, d, where = operands["x"], operands["d"], operands["where"]
     # A row of nothing except -inf has d = 0, and derivatives that are NaN. A masked row has d = 0 too, and derivatives that are
     # 0: a mask of padding must not turn the first kind into the second.
-    if where is None and _inside(x, over) is not None:
+    if where is None and _inside(x, cuts) is not None:
         operands["d"] = jnp.where(d == 0, jnp.nan, d)
-    operands["where"] = local_mask(x, where, over)
+    operands["where"] = local_mask(x, where, cuts)
     return operands, params
 
 
@@ -163,13 +171,13 @@ def _lse_and_state(axis_name, params, x, where):
     return xla.lse_of(m, d, None).astype(params["dtype"]), m, d
 
 
-def merge_states(m, d, *sums, over, scale=None):
+def merge_states(m, d, *sums, cuts, scale=None):
     """Merges the states of all devices' parts of rows, and adds up sums along the parts, in one collective.
 
     Returns:
       The state `(m, d)` of whole rows, with a finite `m`, and the sums along whole rows.
     """
-    return _merge_along_mesh(m, d, *sums, axis_name=mesh_axes(over), scale=scale)
+    return _merge_along_mesh(m, d, *sums, axis_name=mesh_axes(cuts), scale=scale)
 
 
 def _merge_along_mesh(m, d, *sums, axis_name, scale=None):
@@ -183,24 +191,24 @@ def _merge_along_mesh(m, d, *sums, axis_name, scale=None):
     return [online.shift(m), d, *[jnp.sum(total, 0) for total in sums]]
 
 
-def mesh_axes(over) -> tuple[str, ...]:
+def mesh_axes(cuts) -> tuple[str, ...]:
     """Returns the mesh axes over which rows are sharded."""
-    return tuple([axis for cut in over.values() for axis in cut.over])
+    return tuple([axis for cut in cuts.values() for axis in cut.over])
 
 
-def local_mask(x, where, over):
+def local_mask(x, where, cuts):
     """Returns the mask of this device's part of the rows, which excludes the padding that a shard may end in."""
-    inside = _inside(x, over)
+    inside = _inside(x, cuts)
     return where if inside is None else inside if where is None else where & inside
 
 
-def _inside(x, over) -> jax.Array | None:
+def _inside(x, cuts) -> jax.Array | None:
     """Marks the entries of a part that belong to the rows. Returns None if all do.
 
     The marks have size 1 except along axes whose last shards end in padding.
     """
     inside = None
-    for axis, cut in over.items():
+    for axis, cut in cuts.items():
         size = x.shape[axis]
         if size * lax.axis_size(cut.over) != cut.size:
             shape = [size if other == axis else 1 for other in range(x.ndim)]
@@ -209,6 +217,13 @@ def _inside(x, over) -> jax.Array | None:
     return inside
 
 
-# The rules by the names of the operations.
-_ALL = softmax, log_softmax, logsumexp, softmax_jacobian, log_softmax_jvp, log_softmax_vjp, logsumexp_jvp, logsumexp_vjp
-RULES = {rule.__name__: rule for rule in _ALL}
+RULES = {
+    primitive.SOFTMAX: softmax,
+    primitive.LOG_SOFTMAX: log_softmax,
+    primitive.LOGSUMEXP: logsumexp,
+    primitive.SOFTMAX_JACOBIAN: softmax_jacobian,
+    primitive.LOG_SOFTMAX_JVP: log_softmax_jvp,
+    primitive.LOG_SOFTMAX_VJP: log_softmax_vjp,
+    primitive.LOGSUMEXP_JVP: logsumexp_jvp,
+    primitive.LOGSUMEXP_VJP: logsumexp_vjp,
+}

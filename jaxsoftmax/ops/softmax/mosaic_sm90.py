@@ -1,4 +1,6 @@
-"""The softmax family on Hopper, for rows of any length: `plan` distributes rows over threads, and each kernel has a function.
+"""The softmax family on Hopper, for rows up to those that the grid holds.
+
+`plan` distributes rows over threads, and each kernel has a function.
 
 1. A block loads its rows, its one row or its slice of one, into registers or shared memory; rows that are read once only are
    held nowhere.
@@ -22,21 +24,30 @@ from jax import lax
 
 from jaxsoftmax import online
 from jaxsoftmax._core.implementation import Refusal
-from jaxsoftmax._core.row_problem import RowProblem, RowwiseProblem, entries
+from jaxsoftmax._core.row_problem import RowProblem, entries
 from jaxsoftmax._core.target import Target, target_for
 from jaxsoftmax._gpu import rows
 from jaxsoftmax._gpu.rows.kernel import Inside, Mask, PerRow, RowKernel, RowOperand, Scalar, Whole
 from jaxsoftmax._gpu.rows.plan import ColumnPlan, RowPlan
 from jaxsoftmax._gpu.rows.plans_sm90 import plan_rows
 from jaxsoftmax._gpu.rows.tile import Either, each
-from jaxsoftmax.ops.softmax import profit
-from jaxsoftmax.ops.softmax.primitive import SOFTMAX, SOFTMAX_JACOBIAN
+from jaxsoftmax.ops.softmax.primitive import (
+    LOG_SOFTMAX,
+    LOG_SOFTMAX_JVP,
+    LOG_SOFTMAX_VJP,
+    LOGSUMEXP,
+    LOGSUMEXP_JVP,
+    LOGSUMEXP_VJP,
+    SOFTMAX,
+    SOFTMAX_JACOBIAN,
+)
 from jaxsoftmax.ops.softmax.problem import SoftmaxProblem
+from jaxsoftmax.ops.softmax.profit import slower_softmax
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 # The operations whose kernel merges over the devices that share rows: the others lose nothing by a collective of states.
-_MERGING = ("softmax", "log_softmax", "softmax_jacobian", "log_softmax_jvp", "log_softmax_vjp")
+_MERGING = (SOFTMAX, LOG_SOFTMAX, SOFTMAX_JACOBIAN, LOG_SOFTMAX_JVP, LOG_SOFTMAX_VJP)
 
 
 @dataclass(frozen=True)
@@ -44,17 +55,17 @@ class SoftmaxPlan:
     """Runs a problem of the softmax family by one kernel over rows."""
 
     problem: SoftmaxProblem
-    rows: RowPlan | ColumnPlan  # how rows are distributed over threads
+    row_plan: RowPlan | ColumnPlan  # how rows are distributed over threads
     remark = None
 
     def describe(self) -> str:
-        return self.rows.describe()
+        return self.row_plan.describe()
 
     def run(self, **operands: jax.Array | None) -> list[jax.Array]:
         problem = self.problem
         arrays = dict.fromkeys(problem.operation.by_name) | operands
-        kernel = _KERNELS[problem.operation.name](problem, **arrays)
-        return rows.launch(kernel, self.rows)
+        kernel = _KERNELS[problem.operation](problem, **arrays)
+        return rows.launch(kernel, self.row_plan)
 
 
 def plan(problem: SoftmaxProblem, target: Target) -> SoftmaxPlan | Refusal:
@@ -68,7 +79,7 @@ def plan(problem: SoftmaxProblem, target: Target) -> SoftmaxPlan | Refusal:
     row_plan = plan_rows(problem.rows, target, devices=bool(problem.devices))
     if isinstance(row_plan, Refusal):
         return row_plan
-    reason = slower_rows(problem)
+    reason = slower_softmax(problem)
     return SoftmaxPlan(problem, row_plan) if reason is None else Refusal(reason, SoftmaxPlan(problem, row_plan))
 
 
@@ -77,7 +88,7 @@ def refused_rows(dtypes, where, problem: RowProblem) -> str | None:
     for name in [dtype.name for dtype in dtypes]:
         if name not in DTYPES:
             return f"dtypes must be among {', '.join(DTYPES)}, got {name}"
-    if (reason := problem.unsupported(2**31 - 1)) is not None:
+    if (reason := problem.refused(2**31 - 1)) is not None:
         return reason
     if where is not None and entries(where.shape, problem.axes) not in (1, problem.cols):
         return f"where must be whole along the axes, or of size 1, got shape {where.shape} for {problem.shape}"
@@ -92,21 +103,11 @@ def _refused_devices(problem: SoftmaxProblem) -> str | None:
     reference and 70 with `jax.nn`. Blocks of many short rows wait for each other most of the time: [32768, 2048] takes 101, 92
     and 98, and in float32 98, 111 and 118. No part under 1 KiB was measured, and no number of rows between these.
     """
-    least = 1024 if problem.rows.rows <= 2**14 else 2048
+    least = 1024 if problem.rows.n_rows <= 2**14 else 2048
     size = problem.rows.cols * problem.rows.read[0]
-    if problem.operation.name not in _MERGING or problem.rows.inner > 1:
+    if problem.operation not in _MERGING or problem.rows.inner > 1:
         return "no kernel of this operation merges rows of this kind over devices"
     return None if size >= least else f"one kernel for all devices pays from {least} bytes of a row in each on, got {size}"
-
-
-def slower_rows(problem: RowwiseProblem) -> str | None:
-    """Says why the reference should be faster at the rows of a problem, or returns None."""
-    rows = problem.rows
-    is_forward = len(rows.read) == 1 and rows.reduces == "state" and bool(rows.written)
-    reason = profit.shape_favours_xla(problem) or profit.fusion_favours_xla(problem, wins_if_wide=is_forward)
-    if reason is None and is_forward and not rows.keeps_scores:
-        reason = profit.cast_favours_xla(problem)
-    return reason
 
 
 # The kernels. A body computes in float32: `x`, `y` and `t` are functions of a step that give the elements of a vector of each
@@ -117,14 +118,14 @@ def _softmax(problem, x, where, scale) -> RowKernel:
     """Computes `exp(s - m) / d`."""
 
     def body(tile, x, inside, where, scale):
-        scores, size = _directed(tile, x, inside, where, scale)
-        local = tile.lift(scores, size)
-        state = tile.merge(local, size)
+        scores, magnitude = _directed(tile, x, inside, where, scale)
+        local = tile.lift(scores, magnitude)
+        state = tile.merge(local, magnitude)
         d = state.d + (state.m - state.m)  # NaN if the maximum is infinite
-        weights, alike = tile.weights(local.m, size)
-        factor = tile.along(online.weights(local.m, state.m, axis=(), scale=size) * alike / d)
+        weights, alike = tile.weights(local.m, magnitude)
+        factor = tile.along(online.weights(local.m, state.m, axis=(), scale=magnitude) * alike / d)
         y = each(lambda s: weights(s) * factor, scores)
-        if where is None or not tile.memory.plan.allows_either:
+        if where is None or not tile.allows_either:
             return [apply_mask(where, y, 0)]
         finite = jnp.logical_and(jnp.abs(state.m) < jnp.inf, state.d > 0)  # then masked elements have weight 0 by themselves
         return [Either(finite, y, apply_mask(where, y, 0))]
@@ -137,12 +138,12 @@ def _log_softmax(problem, x, where, scale) -> RowKernel:
     return_state = problem.params["return_state"]
 
     def body(tile, x, inside, where, scale):
-        scores, size = _directed(tile, x, inside, where, scale)
-        state = tile.merge(tile.lift(scores, size), size)
+        scores, magnitude = _directed(tile, x, inside, where, scale)
+        state = tile.merge(tile.lift(scores, magnitude), magnitude)
         m = state.m if where is None else jnp.where(state.m != -jnp.inf, state.m, 0)
         d = state.d + (m - m)
         along_m, log_d = tile.along(m), tile.along(jnp.log(d))
-        out = each(lambda s: _times(s - along_m, size) - log_d, scores)
+        out = each(lambda s: _times(s - along_m, magnitude) - log_d, scores)
         return [apply_mask(where, out, -jnp.inf), m, d][: 3 if return_state else 1]
 
     state = [jnp.float32] * (2 * return_state)
@@ -154,10 +155,10 @@ def _logsumexp(problem, x, where, scale) -> RowKernel:
     return_state = problem.params["return_state"]
 
     def body(tile, x, inside, where, scale):
-        scores, size = _directed(tile, x, inside, where, scale)
-        state = tile.merge(tile.lift(scores, size), size)
+        scores, magnitude = _directed(tile, x, inside, where, scale)
+        state = tile.merge(tile.lift(scores, magnitude), magnitude)
         m = online.shift(state.m)
-        return [_times(m, size) + jnp.log(state.d), m, state.d][: 3 if return_state else 1]
+        return [_times(m, magnitude) + jnp.log(state.d), m, state.d][: 3 if return_state else 1]
 
     results = [problem.dtype, *[jnp.float32] * (2 * return_state)]
     return _kernel(problem, "logsumexp_forward", body, _with_scores({}, x, where, scale), per_row=results)
@@ -224,21 +225,20 @@ def _logsumexp_vjp(problem, x, m, d, t, where, scale) -> RowKernel:
 
 
 _KERNELS = {
-    "softmax": _softmax,
-    "log_softmax": _log_softmax,
-    "logsumexp": _logsumexp,
-    "softmax_jacobian": _softmax_jacobian,
-    "log_softmax_jvp": _log_softmax_jvp,
-    "log_softmax_vjp": _log_softmax_vjp,
-    "logsumexp_jvp": _logsumexp_jvp,
-    "logsumexp_vjp": _logsumexp_vjp,
+    SOFTMAX: _softmax,
+    LOG_SOFTMAX: _log_softmax,
+    LOGSUMEXP: _logsumexp,
+    SOFTMAX_JACOBIAN: _softmax_jacobian,
+    LOG_SOFTMAX_JVP: _log_softmax_jvp,
+    LOG_SOFTMAX_VJP: _log_softmax_vjp,
+    LOGSUMEXP_JVP: _logsumexp_jvp,
+    LOGSUMEXP_VJP: _logsumexp_vjp,
 }
 
 
 def _kernel(problem: SoftmaxProblem, name: str, body, operands: Mapping[str, RowOperand | None], per_row=()) -> RowKernel:
     whole = [problem.dtype] if problem.rows.written else []
-    n_exchanges, devices = problem.rows.n_exchanges, problem.devices
-    return RowKernel(f"{name}_mosaic", body, operands, problem.rows, whole, per_row, n_exchanges, devices=devices)
+    return RowKernel(f"{name}_mosaic", body, operands, problem.rows, whole, per_row, devices=problem.devices)
 
 
 def _with_scores(operands, x, where, scale) -> dict[str, RowOperand | None]:
@@ -260,7 +260,7 @@ def _factor(scale) -> RowOperand | None:
 
 
 def _directed(tile, x, inside, where, scale):
-    """Returns `x` in the direction in which the scores grow, `-inf` where it is masked, and the size of `scale`."""
+    """Returns `x` in the direction in which the scores grow, `-inf` where it is masked, and the magnitude of `scale`."""
     if scale is None:
         return apply_mask(where, x, -jnp.inf), None
     sign = tile.along(jnp.sign(scale))
@@ -272,8 +272,8 @@ def weights_of_state(tile, x, m, d, inside, where, scale, factor=1):
     """Computes the softmax weights times a factor for each row, from the saved state."""
     if where is not None:
         d = jnp.where(d != 0, d, 1)  # a row with nothing to see
-    scores, size = _directed(tile, x, inside, where, scale)
-    weights, alike = tile.weights(m, size)
+    scores, magnitude = _directed(tile, x, inside, where, scale)
+    weights, alike = tile.weights(m, magnitude)
     factor = tile.along(alike * factor / d)
     return each(lambda s: weights(s) * factor, scores)
 
@@ -344,7 +344,7 @@ def _softmax_backward(y, cotangent):
 
 def _run_alone(operation, axis, dtype, operands):
     types = {name: jax.typeof(operand) for name, operand in operands.items()}
-    chosen = plan(SoftmaxProblem(operation, types, {"axes": (axis,), "dtype": dtype}), target_for("cuda"))
+    chosen = plan(operation.problem(operation, types, {"axes": (axis,), "dtype": dtype}), target_for("cuda"))
     if isinstance(chosen, Refusal):
         if chosen.plan is None:
             raise NotImplementedError(f"softmax_with_vjp: {chosen.reason}")

@@ -54,18 +54,23 @@ def _with_state(types, operands, *, return_state, dtype, **params):
     return types(operands, dtype=dtype, **params) + (2 * state if return_state else [])
 
 
-def _operation(name, operands, types, **options) -> Operation:
-    return define(Operation(SOFTMAX_FAMILY, name, operands, types, problem=SoftmaxProblem, **options))
+def _operation(name, operands, types, linear=(), knows_machine=False, **options) -> Operation:
+    """Defines an operation, whose problems have these options."""
+    problem = functools.partial(SoftmaxProblem, **options)
+    return define(Operation(SOFTMAX_FAMILY, name, operands, types, linear=linear, problem=problem, knows_machine=knows_machine))
 
 
-SOFTMAX = _operation("softmax", (_X, _WHERE, _SCALE), _whole)
-LOG_SOFTMAX = _operation("log_softmax", (_X, _WHERE, _SCALE), functools.partial(_with_state, _whole))
-LOGSUMEXP = _operation("logsumexp", (_X, _WHERE, _SCALE), functools.partial(_with_state, _of_rows))
-SOFTMAX_JACOBIAN = _operation("softmax_jacobian", (_X.called("y"), _T, _SCALE), _whole, linear=("t",), knows_machine=True)
-LOG_SOFTMAX_JVP = _operation("log_softmax_jvp", (_X, _M, _D, _T, _WHERE, _SCALE), _whole, linear=("t",))
-LOG_SOFTMAX_VJP = _operation("log_softmax_vjp", (_X, _M, _D, _T, _WHERE, _SCALE), _whole, linear=("t",))
-LOGSUMEXP_JVP = _operation("logsumexp_jvp", (_X, _M, _D, _T, _WHERE, _SCALE), _of_rows, linear=("t",))
-LOGSUMEXP_VJP = _operation("logsumexp_vjp", (_X, _M, _D, _T_OF_ROWS, _WHERE, _SCALE), _whole, linear=("t",))
+_SCORES, _SAVED = (_X, _WHERE, _SCALE), (_X, _M, _D, _T, _WHERE, _SCALE)
+SOFTMAX = _operation("softmax", _SCORES, _whole)
+LOG_SOFTMAX = _operation("log_softmax", _SCORES, functools.partial(_with_state, _whole), keeps_scores=True)
+LOGSUMEXP = _operation("logsumexp", _SCORES, functools.partial(_with_state, _of_rows), writes_rows=False)
+SOFTMAX_JACOBIAN = _operation(
+    "softmax_jacobian", (_X.called("y"), _T, _SCALE), _whole, linear=("t",), knows_machine=True, reduces="sum"
+)
+LOG_SOFTMAX_JVP = _operation("log_softmax_jvp", _SAVED, _whole, linear=("t",), reduces="sum")
+LOG_SOFTMAX_VJP = _operation("log_softmax_vjp", _SAVED, _whole, linear=("t",), reduces="sum")
+LOGSUMEXP_JVP = _operation("logsumexp_jvp", _SAVED, _of_rows, linear=("t",), reduces="sum", writes_rows=False)
+LOGSUMEXP_VJP = _operation("logsumexp_vjp", (_X, _M, _D, _T_OF_ROWS, _WHERE, _SCALE), _whole, linear=("t",), reduces="nothing")
 
 
 def scores_tangent(operands, tangents) -> tuple[Any, bool]:

@@ -7,6 +7,7 @@ a reason in words, or None.
 import jax.numpy as jnp
 
 from jaxsoftmax._core.row_problem import RowwiseProblem
+from jaxsoftmax.ops.softmax.primitive import LOG_SOFTMAX, SOFTMAX
 
 # Columns of the longest rows at which XLA's fused forward is faster, by the bytes of an element. XLA computes longer rows more
 # slowly: at 32768 columns softmax(x * c + b) takes as long either way in float32 (260 us). In bfloat16 the kernel is faster:
@@ -14,7 +15,19 @@ from jaxsoftmax._core.row_problem import RowwiseProblem
 FUSED_COLS = {4: 16384, 2: 8192}
 
 
-def shape_favours_xla(problem: RowwiseProblem) -> str | None:
+def slower_softmax(problem: RowwiseProblem) -> str | None:
+    """Checks a problem of the softmax family for all reasons."""
+    is_forward = problem.operation in (SOFTMAX, LOG_SOFTMAX)
+    return slower_rows(problem, wins_if_wide=is_forward, checks_cast=problem.operation == SOFTMAX)
+
+
+def slower_rows(problem: RowwiseProblem, *, wins_if_wide: bool, checks_cast: bool = False) -> str | None:
+    """Checks for the reasons below: see `slower_if_fused` for `wins_if_wide`."""
+    reason = slower_shape(problem) or slower_if_fused(problem, wins_if_wide=wins_if_wide)
+    return slower_if_cast(problem) if reason is None and checks_cast else reason
+
+
+def slower_shape(problem: RowwiseProblem) -> str | None:
     """Checks for rows of one entry, and for short rows with few others beside them."""
     rows = problem.rows
     if rows.cols == 1:
@@ -25,7 +38,7 @@ def shape_favours_xla(problem: RowwiseProblem) -> str | None:
     return None
 
 
-def fusion_favours_xla(problem: RowwiseProblem, *, wins_if_wide: bool) -> str | None:
+def slower_if_fused(problem: RowwiseProblem, *, wins_if_wide: bool) -> str | None:
     """Checks for an operand that XLA computes together with the reference, and then does not write to memory.
 
     With 2^26 elements in 4096 columns softmax(x * c + b) takes 150 us with XLA in float32, and 257 us if the operand is written
@@ -41,7 +54,7 @@ def fusion_favours_xla(problem: RowwiseProblem, *, wins_if_wide: bool) -> str | 
     return None
 
 
-def cast_favours_xla(problem: RowwiseProblem) -> str | None:
+def slower_if_cast(problem: RowwiseProblem) -> str | None:
     """Checks for a cast to float32 before softmax, which mostly has one back behind it.
 
     What reads a result is not known while lowering, and XLA may fuse that too. Other readers, such as dropout or a product, are

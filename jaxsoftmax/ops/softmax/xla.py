@@ -216,8 +216,16 @@ def select(where, values, otherwise):
     return (lax.select if where.shape == values.shape else jnp.where)(where, values, other)
 
 
-_ALL = softmax, log_softmax, logsumexp, softmax_jacobian, log_softmax_jvp, log_softmax_vjp, logsumexp_jvp, logsumexp_vjp
-_FUNCTIONS = {function.__name__: function for function in _ALL}
+_FUNCTIONS = {
+    "softmax": softmax,
+    "log_softmax": log_softmax,
+    "logsumexp": logsumexp,
+    "softmax_jacobian": softmax_jacobian,
+    "log_softmax_jvp": log_softmax_jvp,
+    "log_softmax_vjp": log_softmax_vjp,
+    "logsumexp_jvp": logsumexp_jvp,
+    "logsumexp_vjp": logsumexp_vjp,
+}
 
 
 def plan(problem: Problem, target: Target | None = None) -> ReferencePlan:

@@ -38,13 +38,14 @@ number of batch axes in front, each of size 1 where an operand does not vary alo
 in `categorical`, and of `x` in the others.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxsoftmax._core.dtypes import accumulator
-from jaxsoftmax._core.operation import Operand, Operation
+from jaxsoftmax._core.operation import OnShards, Operand, Operation
 from jaxsoftmax._core.primitive import bind, define, set_jvp, set_transpose
 from jaxsoftmax.ops.softmax import primitive as softmax
 from jaxsoftmax.ops.softmax import xla
@@ -95,18 +96,23 @@ def _results(*names):
     return lambda return_state, **params: (*results, *_STATE[: 2 * return_state])
 
 
-def _operation(name, operands, types, results, linear=()) -> Operation:
+def _operation(name, operands, types, results, linear=(), with_batch="x") -> Operation:
     """Describes an operation whose reference runs on shards, too: XLA would gather the rows of a `lax.top_k`."""
     # A reference that sorts whole rows would gather nothing. But jax 0.11.2 partitions its gradient wrongly if columns
     # are sharded and another mesh axis is idle.
-    return Operation(TOP_K_FAMILY, name, operands, types, results, linear=linear, problem=TopKProblem, is_cut=True)
+    problem, on_shards = functools.partial(TopKProblem, with_batch=with_batch), OnShards.EVERYTHING
+    return Operation(TOP_K_FAMILY, name, operands, types, results, linear=linear, problem=problem, on_shards=on_shards)
 
 
 TOP_K = define(_operation("top_k", (_X, _WHERE, _SCALE), _top_k_types, _results("values", "indices")))
 SOFTMAX_TOP_K = define(_operation("softmax_top_k", (_X, _WHERE, _SCALE), _top_k_types, _results("weights", "indices")))
 CATEGORICAL = define(
     _operation(
-        "categorical", (Operand("x", _WHOLE, is_scores=True), _ROW, *_OPTIONS, _WHERE), _categorical_types, _results("index")
+        "categorical",
+        (Operand("x", _WHOLE, is_scores=True), _ROW, *_OPTIONS, _WHERE),
+        _categorical_types,
+        _results("index"),
+        with_batch="row",
     )
 )
 SOFTMAX_TOP_K_JVP = define(
@@ -116,10 +122,18 @@ SOFTMAX_TOP_K_JVP = define(
         _jvp_types,
         lambda return_mean, **params: (_C, *[_B] * return_mean),
         linear=("t",),
+        with_batch="indices",
     )
 )
 SOFTMAX_TOP_K_VJP = define(
-    _operation("softmax_top_k_vjp", (_INDICES, _C, _B, *_SAVED), _vjp_types, lambda **params: (_X,), linear=("c", "b"))
+    _operation(
+        "softmax_top_k_vjp",
+        (_INDICES, _C, _B, *_SAVED),
+        _vjp_types,
+        lambda **params: (_X,),
+        linear=("c", "b"),
+        with_batch="indices",
+    )
 )
 
 

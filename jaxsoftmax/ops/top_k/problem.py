@@ -9,18 +9,17 @@ import numpy as np
 
 from jaxsoftmax._core.problem import Problem
 
-# The operand that has the batch axes of the results; `x` for operations that are not in the table.
-_WITH_BATCH = {"categorical": "row", "softmax_top_k_jvp": "indices", "softmax_top_k_vjp": "indices"}
-
 
 @dataclass(frozen=True, eq=False)
 class TopKProblem(Problem):
     """A problem of `top_k`, of `softmax_top_k` and its derivatives, or of `categorical`."""
 
+    with_batch: str = "x"  # name of the operand that has the batch axes of the results
+
     @functools.cached_property
     def batch(self) -> tuple[int, ...]:
         """Sizes of the axes in front of the rows of the results."""
-        return self.operands[_WITH_BATCH.get(self.operation.name, "x")].shape[:-1]
+        return self.operands[self.with_batch].shape[:-1]
 
     @functools.cached_property
     def rows(self) -> int:

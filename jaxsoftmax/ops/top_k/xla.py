@@ -296,7 +296,11 @@ def _first_largest(values):
 
 
 _FUNCTIONS = {
-    function.__name__: function for function in (top_k, softmax_top_k, softmax_top_k_jvp, softmax_top_k_vjp, categorical)
+    "top_k": top_k,
+    "softmax_top_k": softmax_top_k,
+    "softmax_top_k_jvp": softmax_top_k_jvp,
+    "softmax_top_k_vjp": softmax_top_k_vjp,
+    "categorical": categorical,
 }
 
 

@@ -61,7 +61,8 @@ def problem_of(name: str, operands: Mapping[str, Any], *, axes=None, dtype=None,
     params |= {"axes": (len(first.shape) - 1,) if axes is None else axes, "dtype": jnp.dtype(dtype or first.dtype)}
     params |= {"return_state": params.get("return_state", False)} if name in STATEFUL else {}
     params |= {"scale_tangent": params.get("scale_tangent", False)} if "m" in operands else {}
-    return SoftmaxProblem(operation_of(name), dict(operands), params, devices=devices)
+    operation = operation_of(name)
+    return operation.problem(operation, dict(operands), params, devices=devices)
 
 
 def plan_of(problem: SoftmaxProblem, target: Target = HOPPER) -> mosaic.SoftmaxPlan | Refusal:

@@ -73,7 +73,7 @@ def shard_of(
     runner: Callable[..., list[jax.Array]],
     operands: Mapping[str, jax.Array],
     *,
-    over: Mapping[str, Any],
+    cuts: Mapping[str, Any],
     window: Window,
     zigzag: int | None = None,
     is_manual: bool = False,
@@ -85,7 +85,7 @@ def shard_of(
     Args:
       runner: `runner(operation, operands, **params)` computes the results of an operation on this device.
       operands: shards of the operands that are present, by name.
-      over: a `Cut` for each of "queries" and "keys" that is sharded.
+      cuts: a `Cut` for each of "queries" and "keys" that is sharded.
       window: window of the attention.
       zigzag: the `n` of the zigzag order of the sequences, or None.
       is_manual: see `AttentionShard`.
@@ -96,7 +96,7 @@ def shard_of(
     has_order = window != (None, None) or not {"seeds", "query_lengths", "key_lengths"}.isdisjoint(operands)
 
     def cut(name, operand):
-        axes = over[name].over if name in over else ()
+        axes = cuts[name].over if name in cuts else ()
         devices = math.prod([lax.axis_size(axis) for axis in axes])
         return SequenceCut(axes if devices > 1 else (), devices, operands[operand].shape[-3], zigzag if has_order else None)
 

@@ -33,7 +33,7 @@ def plan(problem: AttentionProblem, target: Target) -> Plan | Refusal:
     if problem.devices:
         return Refusal("it does not merge over devices")
     is_gradient = name == "dot_product_attention_vjp"
-    if (reason := _unserved(problem)) is not None:
+    if (reason := _refused_problem(problem)) is not None:
         return Refusal(reason, lacks_kernel=is_gradient and problem.dtype == jnp.float32)
     result = backward.plan(problem, target) if is_gradient else _plan_attention(problem, target)
     if isinstance(result, Refusal) or result.kernel is None or result.kernel.shared_memory <= target.shared_memory:
@@ -42,7 +42,7 @@ def plan(problem: AttentionProblem, target: Target) -> Plan | Refusal:
     return Refusal(f"a block for {sizes} needs {needed} bytes of shared memory, and has up to {target.shared_memory}")
 
 
-def _unserved(problem: AttentionProblem) -> str | None:
+def _refused_problem(problem: AttentionProblem) -> str | None:
     """Returns why dtypes, head sizes, numbers of queries and keys, or the scale, are not served, or None."""
     types, dtype = problem.types, problem.dtype
     if dtype.name not in DTYPES:

@@ -79,7 +79,7 @@ def _numbers(head, blocks, hidden, weight, labels) -> list[jax.Array]:
     has_label = (labels // _CLASSES).reshape(1, -1, _ROWS) == jnp.arange(tiles, dtype=labels.dtype)[:, None, None]
     swizzled = plgpu.TilingTransform((8, _DEPTH)), plgpu.SwizzleTransform(128)
     slot = (_CLASSES, _DEPTH) if head.class_axis == 0 else (_DEPTH, _CLASSES)
-    found = kernel_of(
+    results = kernel_of(
         functools.partial(_kernel, class_axis=head.class_axis, classes=classes),
         out_type=[jax.ShapeDtypeStruct((tiles, len(labels)), jnp.float32)] * 3,
         grid=(blocks,),
@@ -95,11 +95,11 @@ def _numbers(head, blocks, hidden, weight, labels) -> list[jax.Array]:
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="linear_cross_entropy_mosaic",
     )(hidden, weight, labels, jnp.any(has_label, -1).astype(jnp.int32))
-    m, d, scores = (part[:, :rows] for part in found)
+    m, d, scores = (part[:, :rows] for part in results)
     m, d, _ = online.merge_along(State(m, d), 0)
     labels, m = labels[:rows], online.shift(m)
-    own = jnp.clip(labels // _CLASSES, 0, tiles - 1)
-    score = jnp.take_along_axis(scores, own[None], 0)[0]
+    tile_of_label = jnp.clip(labels // _CLASSES, 0, tiles - 1)
+    score = jnp.take_along_axis(scores, tile_of_label[None], 0)[0]
     score = jnp.where((labels >= 0) & (labels < classes), score, 0 if head.axis_name else jnp.nan)
     return [m, d, score] if head.axis_name else xla.results_of(labels, m, d, score, dtype=m.dtype)
 
@@ -137,7 +137,7 @@ def _kernel(*refs, class_axis, classes):
     pl.when(warpgroup < _CONSUMERS)(consume)
 
 
-def _slot(step):
+def _stage(step):
     return lax.rem(step, jnp.int32(_STAGES))
 
 
@@ -152,7 +152,7 @@ def _produce(hidden, weight, slots, class_axis, each_tile):
 
         @pl.loop(0, hidden.shape[1] // _DEPTH)
         def _(k):
-            at, deep = _slot(before + k), pl.ds(k * _DEPTH, _DEPTH)
+            at, deep = _stage(before + k), pl.ds(k * _DEPTH, _DEPTH)
             plgpu.barrier_wait(empty.at[at])
             plgpu.copy_gmem_to_smem(hidden.at[rows, deep], hidden_slots.at[at], full.at[at])
             part = weight.at[columns, deep] if class_axis == 0 else weight.at[deep, columns]
@@ -162,7 +162,7 @@ def _produce(hidden, weight, slots, class_axis, each_tile):
 
     @pl.loop(0, _STAGES)  # a barrier may not go while others arrive there
     def _(k):
-        plgpu.barrier_wait(empty.at[_slot(end + k)])
+        plgpu.barrier_wait(empty.at[_stage(end + k)])
 
 
 def _multiply(slots, warpgroup, steps, class_axis, before):
@@ -172,18 +172,18 @@ def _multiply(slots, warpgroup, steps, class_axis, before):
     def multiply(product):
         @pl.loop(0, steps)
         def _(k):
-            at = _slot(before + k)
+            at = _stage(before + k)
             plgpu.barrier_wait(full.at[at])
             part = weight_slots.at[at]
             part = part.transpose((1, 0)) if class_axis == 0 else part
             plgpu.wgmma(product, hidden_slots.at[at, pl.ds(warpgroup * _ROWS, _ROWS)], part)
             plgpu.wgmma_wait(1)  # the step before has ended
-            pl.when(k > 0)(lambda: plgpu.barrier_arrive(empty.at[_slot(before + k - 1)]))
+            pl.when(k > 0)(lambda: plgpu.barrier_arrive(empty.at[_stage(before + k - 1)]))
 
         return product[...]
 
     product = pl.run_scoped(multiply, plgpu.ACC((_ROWS, _CLASSES), jnp.float32))
-    plgpu.barrier_arrive(empty.at[_slot(before + steps - 1)])
+    plgpu.barrier_arrive(empty.at[_stage(before + steps - 1)])
     return product
 
 
@@ -196,7 +196,7 @@ def _consume(labels, has_label, results, empty, classes, warpgroup, multiply, ea
 
     def compute(row, column, before):
         number = row * _CONSUMERS + warpgroup
-        own, first = pl.ds(number * _ROWS, _ROWS), column * _CLASSES
+        own_rows, first = pl.ds(number * _ROWS, _ROWS), column * _CLASSES
         product = multiply(before)
 
         def columns():
@@ -204,16 +204,16 @@ def _consume(labels, has_label, results, empty, classes, warpgroup, multiply, ea
 
         @pl.when(has_label[column, number] > 0)
         def _():
-            label = plgpu.load(labels.at[own], layout=_LAYOUT.reduce(1), optimized=False) - first
+            label = plgpu.load(labels.at[own_rows], layout=_LAYOUT.reduce(1), optimized=False) - first
             is_label = columns() == lax.broadcast_in_dim(label, product.shape, (0,))
-            scores[column, own] = jnp.sum(jnp.where(is_label, product, 0.0), 1)
+            scores[column, own_rows] = jnp.sum(jnp.where(is_label, product, 0.0), 1)
 
         if classes % _CLASSES:
             is_last = first + _CLASSES > classes
             product = lax.cond(is_last, lambda x: jnp.where(columns() < classes - first, x, -jnp.inf), lambda x: x, product)
         m = jnp.max(product, 1)
-        maxima[column, own] = m
+        maxima[column, own_rows] = m
         shifted = lax.broadcast_in_dim(online.shift(m) * _LOG2E, product.shape, (0,))
-        sums[column, own] = jnp.sum(jnp.exp2(product * _LOG2E - shifted), 1)
+        sums[column, own_rows] = jnp.sum(jnp.exp2(product * _LOG2E - shifted), 1)
 
     each_tile(compute)

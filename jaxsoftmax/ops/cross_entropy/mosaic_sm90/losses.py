@@ -1,4 +1,6 @@
-"""Cross-entropy of rows of logits on Hopper, for rows of any length: softmax's kernels (`ops/softmax/mosaic_sm90`) with labels.
+"""Cross-entropy of rows of logits on Hopper, for rows up to those that the grid holds.
+
+The kernels are those of softmax (`ops/softmax/mosaic_sm90`), with labels.
 
 1. Forward, the state of each row is computed as for logsumexp, of capped scores if there is a cap. What belongs to a row, the
    label's logit among it, is left to XLA, which computes it together with what reads the loss.
@@ -26,8 +28,10 @@ from jaxsoftmax._gpu.rows.plan import ColumnPlan, RowPlan
 from jaxsoftmax._gpu.rows.plans_sm90 import plan_rows
 from jaxsoftmax._gpu.rows.tile import each
 from jaxsoftmax.ops.cross_entropy import xla
+from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY, CROSS_ENTROPY_GRADIENT, CROSS_ENTROPY_VJP
 from jaxsoftmax.ops.cross_entropy.problem import CrossEntropyProblem
-from jaxsoftmax.ops.softmax.mosaic_sm90 import apply_mask, refused_rows, select, slower_rows, weights_of_state
+from jaxsoftmax.ops.softmax.mosaic_sm90 import apply_mask, refused_rows, select, weights_of_state
+from jaxsoftmax.ops.softmax.profit import slower_rows
 
 
 @dataclass(frozen=True)
@@ -35,33 +39,36 @@ class LossPlan:
     """Runs a problem of cross-entropy by one kernel over rows."""
 
     problem: CrossEntropyProblem
-    rows: RowPlan | ColumnPlan  # how rows are distributed over threads
+    row_plan: RowPlan | ColumnPlan  # how rows are distributed over threads
     remark = None
 
     def describe(self) -> str:
-        return self.rows.describe()
+        return self.row_plan.describe()
 
     def run(self, **operands: jax.Array | None) -> Any:
         arrays = dict.fromkeys(self.problem.operation.by_name) | operands
-        return _RUN[self.problem.operation.name](self, **arrays)
+        return _RUN[self.problem.operation](self, **arrays)
 
 
 def plan(problem: CrossEntropyProblem, target: Target) -> LossPlan | Refusal:
     """Plans a problem of cross-entropy."""
-    name = problem.operation.name
-    if name not in _RUN:
-        return Refusal(f"it has no kernel for {name}", lacks_kernel=True)
+    if problem.operation not in _RUN:
+        return Refusal(f"it has no kernel for {problem.operation.name}", lacks_kernel=True)
     if problem.devices:
         return Refusal("it does not merge over devices")
-    dtypes = [problem.operands["x"].dtype, *([] if name == "cross_entropy_gradient" else [jnp.dtype(problem.params["dtype"])])]
+    dtypes = [problem.operands["x"].dtype]
+    if problem.operation is not CROSS_ENTROPY_GRADIENT:
+        dtypes.append(jnp.dtype(problem.params["dtype"]))
     if (reason := refused_rows(dtypes, problem.operands.get("where"), problem.rows)) is not None:
         return Refusal(reason)
     row_plan = plan_rows(problem.rows, target)
     if isinstance(row_plan, Refusal):
         return row_plan
     if problem.has_total and row_plan.persistent_blocks:  # blocks tell each other one state of a row, and no sum
-        return Refusal(f"the sum of the scores, for smoothing, is not computed of rows of {problem.rows.cols} entries")
-    reason = slower_rows(problem)
+        return Refusal(
+            f"no kernel computes the sum of the scores, which smoothing needs, for rows of {problem.rows.cols} entries"
+        )
+    reason = slower_rows(problem, wins_if_wide=False)
     return LossPlan(problem, row_plan) if reason is None else Refusal(reason, LossPlan(problem, row_plan))
 
 
@@ -100,7 +107,7 @@ def _cross_entropy_vjp(plan: LossPlan, x, where, **of_rows):
         return [_gradient(tile, x, weights, numbers, labels, where, soft_cap)]
 
     replaced = "x" if params.get("replaces", False) and x.dtype == params["dtype"] else None
-    if replaced:  # of a loop, see `_cross_entropy_gradient`
+    if replaced:  # in a loop XLA must not fuse the kernel: see `_cross_entropy_gradient`
         x, *arrays = lax.optimization_barrier((x, *of_rows.values()))
         of_rows = dict(zip(of_rows, arrays, strict=True))
     of_rows = {name: None if array is None else PerRow(array) for name, array in of_rows.items()}
@@ -138,9 +145,9 @@ def _cross_entropy_gradient(plan: LossPlan, x, labels, t):
 
 
 _RUN = {
-    "cross_entropy": _cross_entropy,
-    "cross_entropy_vjp": _cross_entropy_vjp,
-    "cross_entropy_gradient": _cross_entropy_gradient,
+    CROSS_ENTROPY: _cross_entropy,
+    CROSS_ENTROPY_VJP: _cross_entropy_vjp,
+    CROSS_ENTROPY_GRADIENT: _cross_entropy_gradient,
 }
 
 
@@ -149,16 +156,14 @@ def _launch(plan: LossPlan, name: str, body, x, where, of_rows, per_row=(), repl
     operands = {"x": Whole(x, -jnp.inf, jnp.float32), **of_rows}
     operands["inside"] = Inside() if problem.rows.needs_end else None
     operands["where"] = None if where is None else Mask(where)
-    n_exchanges = problem.rows.n_exchanges
-    kernel = RowKernel(f"{name}_mosaic", body, operands, problem.rows, problem.written, per_row, n_exchanges, replaced)
-    return rows.launch(kernel, plan.rows)
+    kernel = RowKernel(f"{name}_mosaic", body, operands, problem.rows, problem.written, per_row, replaced)
+    return rows.launch(kernel, plan.row_plan)
 
 
 def _scores(tile, x, inside, where, soft_cap):
     """Returns the scores, and `-inf` where there are none; a cap is finite beyond the end, too."""
     if soft_cap is not None:
-        layout = tile.memory.plan.layout
-        x = apply_mask(inside, each(lambda x: fused.fused(_capped, (soft_cap,), [x], layout), x), -jnp.inf)
+        x = apply_mask(inside, tile.each_fused(_capped, (soft_cap,), x), -jnp.inf)
     return apply_mask(where, x, -jnp.inf)
 
 
@@ -176,8 +181,7 @@ def _gradient(tile, x, weights, numbers, labels, where, soft_cap):
         total = tile.plus_at(total, labels, b)
     if soft_cap is None:
         return total
-    layout = tile.memory.plan.layout
-    return each(lambda total, x: fused.fused(_sloped, (soft_cap,), [total, x], layout), total, x)
+    return tile.each_fused(_sloped, (soft_cap,), total, x)
 
 
 def _capped(soft_cap, x):

@@ -32,7 +32,6 @@ from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu.emit import before_row, constant
 from jaxsoftmax.ops.softmax import mosaic_sm90 as softmax
 from jaxsoftmax.ops.softmax.primitive import LOGSUMEXP, LOGSUMEXP_VJP
-from jaxsoftmax.ops.softmax.problem import SoftmaxProblem
 from jaxsoftmax.ops.top_k import xla
 from jaxsoftmax.ops.top_k.mosaic_sm90.candidates import Candidates, StepColumns
 from jaxsoftmax.ops.top_k.mosaic_sm90.keys import kernel_dtype
@@ -189,7 +188,7 @@ def _plan_softmax(
     """Plans an operation of the softmax family on scores of these types; operands of rows, such as `m`, do not matter."""
     params["axes"] = (types["x"].ndim - 1,)
     dtypes = {name: dtype for name, dtype in problem.dtypes.items() if name in types}
-    return softmax.plan(SoftmaxProblem(operation, types, params, dtypes, problem.fused & set(types)), target)
+    return softmax.plan(operation.problem(operation, types, params, dtypes, problem.fused & set(types)), target)
 
 
 # The kernel.

@@ -336,7 +336,7 @@ class SliceStates:
         else:
             m, d = carry
             parts = tile.of_warp(m, d, self.scale)[:2]
-        place = number * self.row.plan.row_plan.warps + tile.memory.group() * WARPS
+        place = number * self.row.plan.row_plan.warps + tile.memory.warpgroup() * WARPS
         for part, values in enumerate(parts):
             compat.store(self.ref.at[part].at[pl.ds(place, WARPS)], values)
 
