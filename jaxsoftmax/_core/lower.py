@@ -83,8 +83,6 @@ class Runner:
     def run(self, choice: Choice, operands) -> list[Any]:
         """Runs a plan, and shows it to `explain`."""
         record(choice)
-        if choice.implementation == "mosaic":
-            compat.infer_layouts_sooner()
         return jax.tree.leaves(choice.plan.run(**operands))
 
     def __call__(self, operation: Operation, operands, **params) -> list[Any]:

@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
 from jaxsoftmax._core import compat, lower, sharding
-from jaxsoftmax._core.operation import Operation
+from jaxsoftmax._core.operation import OnShards, Operation
 
 # Each operation has two primitives of one name. The first needs devices while it is lowered, because XLA may cut its operands:
 # types on automatic mesh axes, or on no mesh, do not say how. The second is for operands whose types say it.
@@ -37,8 +37,9 @@ def define(operation: Operation) -> Operation:
         # The rule names no platform: in JAX 0.11 and 0.12 a rule that is not cacheable and has a version for one platform
         # fails if the program is for several.
         mlir.register_lowering(primitive, functools.partial(lower.lower, operation), cacheable=False)
-    # JAX refuses to lower a primitive that needs devices for an `AbstractMesh`. An op with a reference alone needs none.
-    if operation.op.kernels:
+    # JAX refuses to lower a primitive that needs devices for an `AbstractMesh`. An op with a reference alone
+    # needs none, unless the reference runs on shards.
+    if operation.op.kernels or operation.on_shards is OnShards.EVERYTHING:
         compat.require_devices(_primitives[operation][0])
     if operation.linear:
         set_jvp(operation, functools.partial(_jvp_of_linear, operation))

@@ -23,4 +23,5 @@ def kernel_of(body: Callable[..., None], **options: Any) -> Callable[..., Any]:
             compat.standardize_text()
             return body(*refs, **scratch)
 
+    compat.infer_layouts_sooner()
     return plgpu.kernel(in_32_bits, **options)

@@ -249,8 +249,8 @@ def interpreted(f: Callable[..., Any], *args: Any) -> Any:
 def _imported(module: types.ModuleType) -> Iterator[None]:
     """Gives imports of a module's name this one.
 
-    `mock.patch.dict` would drop the modules that are first imported meanwhile. Imported once more they have classes of their own,
-    and no plan is an instance of those.
+    `mock.patch.dict` would drop the modules that are first imported meanwhile. Imported once more they would have classes of
+    their own, and no plan would be an instance of those.
     """
     name, before = module.__name__, sys.modules.get(module.__name__)
     sys.modules[name] = module
