@@ -27,6 +27,7 @@ from jaxsoftmax._gpu import schedule
 from jaxsoftmax.ops.attention import dropout, key_blocks, primitive
 from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
 from jaxsoftmax.ops.attention.mosaic_sm90 import common, forward
+from jaxsoftmax.ops.attention.mosaic_sm90.backward import BackwardPlan
 from jaxsoftmax.ops.attention.mosaic_sm90.common import HOST, ROWS, GlobalOperand, batch_index
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_formats import load_page_numbers
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_pipeline import ForwardScores
@@ -856,10 +857,11 @@ PARTS = [("bfloat16", 64, 64), ("bfloat16", 128, 128), ("float16", 72, 40), ("bf
 def of_parts(query, keys, vectors):
     run = functools.partial(values.run_planned, mosaic, primitive.ATTENTION, HOPPER)
     options = {"scale": 0.1, "window": (None, None), "soft_cap": None, "dropout_rate": 0.0}
-    found = None
+    found = (None, None)
     for i, (key, value) in enumerate(zip(keys, vectors, strict=True)):
         part = {"query": query, "key": key, "value": value, "query_offset": jnp.zeros(query.shape[:1], jnp.int32)}
-        found = run(part, **options, is_partial=i + 1 < len(keys), initial=found)
+        part |= {"initial_out": found[0], "initial_lse": found[1]}
+        found = run(part, **options, is_partial=i + 1 < len(keys))
     return found
 
 
@@ -869,6 +871,24 @@ def of_parts(query, keys, vectors):
 def test_rows_that_go_on_from_other_keys_lower_for_cuda(dtype, size, value_size):
     keys, values = [shaped(2, 77, 2, size, dtype=dtype)] * 3, [shaped(2, 77, 2, value_size, dtype=dtype)] * 3
     kernels.lowered_for_cuda(of_parts, shaped(2, 130, 4, size, dtype=dtype), keys, values, kernels=[NAME] * 3)
+
+
+@pytest.mark.parametrize("length", [130, 1])
+def test_plans_of_steps_of_a_ring_follow_from_types_alone(length):
+    given = {name: jax.typeof(array) for name, array in values.arrays(length=length, dtype=jnp.bfloat16).items()}
+    batch, _, heads, size = given["query"].shape
+    out, lse = jax.typeof(jnp.zeros((batch, length, heads, size))), jax.typeof(jnp.zeros((batch, heads, length)))
+    forward_plans, backward_plans = (
+        [make_plan(operation, given | initial, is_partial=True, wanted=("query", "key")) for _ in range(2)]
+        for operation, initial in (
+            (primitive.ATTENTION, {"initial_out": out, "initial_lse": lse}),
+            (primitive.ATTENTION_VJP, {"initial_d_query": out}),
+        )
+    )
+    for kind, (plan, same) in ((forward.ForwardPlan, forward_plans), (BackwardPlan, backward_plans)):
+        assert type(plan) is kind
+        assert plan == same
+        assert hash(plan) == hash(same)
 
 
 @pytest.mark.usefixtures("hollow_kernels")

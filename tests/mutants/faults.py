@@ -947,8 +947,8 @@ FAULTS = (
     Fault(
         "mosaic attention: the kernel for few queries takes dropout",
         f"{_MOSAIC}/__init__.py",
-        """.shape) and not options["dropout_rate"] and params.get("initial") is None""",
-        """.shape) and params.get("initial") is None""",
+        """.shape) and not options["dropout_rate"] and not has_initial""",
+        """.shape) and not has_initial""",
         "tests/attention/test_decode.py -k which_kernel",
     ),
     Fault(

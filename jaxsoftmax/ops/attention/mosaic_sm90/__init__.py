@@ -17,7 +17,7 @@ from jaxsoftmax._core.implementation import Plan, Refusal
 from jaxsoftmax._core.target import Target
 from jaxsoftmax.ops.attention.mosaic_sm90 import backward, decode, forward_plan
 from jaxsoftmax.ops.attention.mosaic_sm90.forward import ForwardPlan
-from jaxsoftmax.ops.attention.operands import AttentionProblem, dequantised, without_pages
+from jaxsoftmax.ops.attention.operands import INITIAL_RESULTS, AttentionProblem, dequantised, without_pages
 
 MAX_HEAD_SIZE = {"float16": 256, "bfloat16": 256, "float32": 128}  # shared memory has two terms of a float32 element
 DTYPES = tuple(MAX_HEAD_SIZE)
@@ -75,12 +75,15 @@ def _unserved(problem: AttentionProblem) -> str | None:
 def _plan_attention(problem: AttentionProblem, target: Target) -> ForwardPlan:
     """Plans the forward kernel, for few queries that of decoding, and what XLA does to operands before it."""
     params, options = problem.params, problem.options
-    types: Mapping[str, Any] = problem.operands
+    types: Mapping[str, Any] = problem.types
     prepare: list[Callable[..., Any]] = []
-    if "page_table" in types and not decode.serves_pages(types):
-        prepare.append(without_pages)
-        types = problem.types
-    is_few = decode.serves(types["query"].shape) and not options["dropout_rate"] and params.get("initial") is None
+    if "page_table" in problem.operands:
+        if decode.serves_pages(problem.operands):
+            types = problem.operands
+        else:
+            prepare.append(without_pages)
+    has_initial = not set(INITIAL_RESULTS).isdisjoint(problem.operands)
+    is_few = decode.serves(types["query"].shape) and not options["dropout_rate"] and not has_initial
     is_stored = "page_table" in types or (is_few and decode.serves_as_stored(*(types[n] for n in ("query", "key", "value"))))
     if not is_stored and not {"key_scale", "value_scale"}.isdisjoint(types):
         prepare.append(dequantised)
@@ -88,4 +91,4 @@ def _plan_attention(problem: AttentionProblem, target: Target) -> ForwardPlan:
     kernel = (decode.plan_decoding if is_few else forward_plan.plan_forward)(types, target, **options)
     n_results = 2 if params.get("return_lse", True) else 1
     plan_type = decode.DecodePlan if is_few else ForwardPlan
-    return plan_type(kernel, tuple(prepare), n_results, params.get("is_partial", False), params.get("initial"))
+    return plan_type(kernel, tuple(prepare), n_results, params.get("is_partial", False))

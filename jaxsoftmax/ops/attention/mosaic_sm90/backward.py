@@ -44,7 +44,14 @@ from jaxsoftmax.ops.attention.mosaic_sm90.backward_pipeline import (
 )
 from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import ADDERS, CONSUMERS, BackwardKernel, plan_backward
 from jaxsoftmax.ops.attention.mosaic_sm90.common import KERNEL, ROWS, lay_out
-from jaxsoftmax.ops.attention.operands import OPERANDS, AttentionProblem, cotangents_of_rows, cotangents_of_sinks, summed_to
+from jaxsoftmax.ops.attention.operands import (
+    INITIAL_D_QUERY,
+    OPERANDS,
+    AttentionProblem,
+    cotangents_of_rows,
+    cotangents_of_sinks,
+    summed_to,
+)
 
 _MAX_MASKED = 2**21  # keys whose biases have addresses within 31 bits of each other, for all queries of a step
 
@@ -58,14 +65,16 @@ class BackwardPlan:
     window: tuple[int | None, int | None]
     # True if the cotangents, which are parts of sums, stay in float32, and the one of queries is not multiplied by the scale.
     is_partial: bool = False
-    initial: Any = None  # such a part of the cotangent of queries, from other keys, to which the kernel adds. None for 0
     remark = None
 
     def describe(self) -> str:
         return "XLA, for the sinks alone" if self.kernel is None else self.kernel.describe()
 
     def run(self, **operands: jax.Array | None) -> list[jax.Array]:
-        """Computes the cotangents that are wanted, as `xla.dot_product_attention_vjp` does."""
+        """Computes the cotangents that are wanted, as `xla.dot_product_attention_vjp` does.
+
+        The kernel adds to `INITIAL_D_QUERY`, a part of the cotangent of queries from other keys, if it is among the operands.
+        """
         present: Any = {o.name: operands[o.name] for o in OPERANDS if operands.get(o.name) is not None}
         out, lse, d_out, d_lse = (operands.get(name) for name in ("out", "lse", "d_out", "d_lse"))
         d_out, delta = cotangents_of_rows(present, out, lse, d_out, d_lse, self.window)
@@ -73,7 +82,7 @@ class BackwardPlan:
         if self.kernel is not None:
             kernel_operands = {name: present[name] for name in present if name in self.kernel.names}
             lines = self.kernel.lines(lse, delta)
-            cotangents = launch(self.kernel, kernel_operands, *lines, d_out, self.is_partial, self.initial)
+            cotangents = launch(self.kernel, kernel_operands, *lines, d_out, self.is_partial, operands.get(INITIAL_D_QUERY))
         if "sinks" in self.wanted:
             cotangents["sinks"] = cotangents_of_sinks(present["sinks"], lse, delta)
         sums = [(summed_to(cotangents[name], present[name].shape), present[name].dtype) for name in self.wanted]
@@ -97,13 +106,13 @@ def plan(problem: AttentionProblem, target: Target) -> BackwardPlan | Refusal:
     kernel = None
     if set(wanted) - {"sinks"}:
         kernel = plan_backward(types, target, wanted, is_deterministic, **problem.options)
-    return BackwardPlan(kernel, tuple(wanted), params["window"], params.get("is_partial", False), params.get("initial"))
+    return BackwardPlan(kernel, tuple(wanted), params["window"], params.get("is_partial", False))
 
 
-def launch(kernel: BackwardKernel, operands, lse, delta, d_out, is_partial=False, initial=None) -> dict[str, jax.Array]:
+def launch(kernel: BackwardKernel, operands, lse, delta, d_out, is_partial=False, initial_d_query=None) -> dict[str, jax.Array]:
     """Runs the kernel for the whole batch, on operands by name; `lse` and `delta` are those of `BackwardKernel.lines`.
 
-    `is_partial` and `initial` are those of `BackwardPlan`.
+    `is_partial` is that of `BackwardPlan`, and `initial_d_query` what the kernel adds the cotangent of queries to; None for 0.
 
     Returns:
       The cotangents of "query", "key" and "value", and of "bias" if it is wanted, `[*batch, ...]`.
@@ -116,7 +125,7 @@ def launch(kernel: BackwardKernel, operands, lse, delta, d_out, is_partial=False
     waves = schedule.waves(kernel) if is_partial else 1  # beside a step of a ring a collective may run
     if (table := schedule.table(kernel)) is not None:
         refs["table"] = table
-    written = _written(kernel, operands, initial)
+    written = _written(kernel, operands, initial_d_query)
     if kernel.is_deterministic and kernel.is_varying:
         refs["before"] = kernel.turns_before(tables["spans"])
     types = _result_types(kernel, is_partial)
@@ -184,14 +193,14 @@ def _laid_out(kernel: BackwardKernel, operands, lse, delta, d_out):
     return refs, records
 
 
-def _written(kernel: BackwardKernel, operands, initial) -> OrderedDict[str, jax.Array]:
+def _written(kernel: BackwardKernel, operands, d_query) -> OrderedDict[str, jax.Array]:
     """Returns what the kernel writes in place, by name: dQ, to which blocks of keys add, and others."""
     shape = kernel.batch + kernel.query
-    if initial is None:
-        initial = jnp.zeros(shape, jnp.float32)
-    elif initial.shape != shape:  # queries that entries of the batch share: with the first of them
-        initial = lax.pad(initial, 0.0, [(0, size - part, 0) for size, part in zip(shape, initial.shape, strict=True)])
-    written = OrderedDict(dq=lax.optimization_barrier(_whole(kernel, initial, kernel.query)))  # it may be a slice too
+    if d_query is None:
+        d_query = jnp.zeros(shape, jnp.float32)
+    elif d_query.shape != shape:  # queries that entries of the batch share: with the first of them
+        d_query = lax.pad(d_query, 0.0, [(0, size - part, 0) for size, part in zip(shape, d_query.shape, strict=True)])
+    written = OrderedDict(dq=lax.optimization_barrier(_whole(kernel, d_query, kernel.query)))  # it may be a slice too
     if kernel.is_deterministic:
         turns = math.prod(kernel.batch) * kernel.query[1] * kernel.blocks_q
         written["turns"] = jnp.zeros((turns,), jnp.int32)

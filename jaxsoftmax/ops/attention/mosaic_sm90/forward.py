@@ -33,7 +33,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import lay_out
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_formats import ByteConverter, PagedCopies, TermCopies, TermSlots
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_pipeline import ForwardConsumer, ForwardProducer, ForwardSlots, TmaCopies
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardKernel, ForwardTiles, HeadRows, make_tables
-from jaxsoftmax.ops.attention.operands import OPERANDS, dequantised, without_pages
+from jaxsoftmax.ops.attention.operands import INITIAL_RESULTS, OPERANDS, dequantised, without_pages
 
 
 @dataclass(frozen=True)
@@ -44,25 +44,27 @@ class ForwardPlan:
     prepare: tuple[Callable[..., Any], ...] = ()  # functions of the operands by name, which XLA computes before the kernel
     n_results: int = 2  # 1 for the output alone, 2 for the output and the log-sum-exp
     is_partial: bool = False  # the output, which is one of several that are merged, stays in float32
-    initial: Any = None  # output and log-sum-exp of other keys, arrays, from which rows start; None if they start from nothing
     remark = None
 
     def describe(self) -> str:
         return ", ".join([self.kernel.describe(), *(_PREPARED[function] for function in self.prepare)])
 
     def run(self, **operands: jax.Array | None) -> list[jax.Array]:
-        """Computes `[output, log-sum-exp]`, or the output alone, as `xla.dot_product_attention` does."""
+        """Computes `[output, log-sum-exp]`, or the output alone, as `xla.dot_product_attention` does.
+
+        Rows start from `INITIAL_RESULTS` if these are among the operands.
+        """
         present: Any = {name: operand for name, operand in operands.items() if operand is not None}
         for function in self.prepare:
             present = function(present)
-        order = present if "page_table" in present else [operand.name for operand in OPERANDS]
+        order = present if "page_table" in present else [operand.name for operand in OPERANDS] + list(INITIAL_RESULTS)
         return self.attend({name: present[name] for name in order if name in present})[: self.n_results]
 
     def attend(self, operands: Mapping[str, jax.Array]) -> list[jax.Array]:
         """Computes `[output, log-sum-exp]`."""
         kernel = self.kernel
         waves = schedule.waves(kernel) if self.is_partial else 1  # beside a step of a ring a collective may run
-        out, lse = launch(kernel, operands, self.is_partial, self.initial, waves)
+        out, lse = launch(kernel, operands, self.is_partial, waves)
         (length, heads, _), batch = kernel.query, kernel.batch
         return [out.reshape(*batch, length, heads, kernel.value_size), lse.reshape(*batch, heads, length)]
 
@@ -70,17 +72,16 @@ class ForwardPlan:
 _PREPARED = {without_pages: "pages gathered before", dequantised: "8 bits converted before"}
 
 
-def launch(kernel: ForwardKernel, operands, is_partial=False, initial=None, waves=1, is_ordered=True) -> list[jax.Array]:
+def launch(kernel: ForwardKernel, operands, is_partial=False, waves=1, is_ordered=True) -> list[jax.Array]:
     """Runs the kernel on operands by name, in several `waves` of blocks of threads.
 
-    `is_partial` and `initial` are those of `ForwardPlan`. Tiles come in the order of `schedule.table`, or by number unless
-    `is_ordered`.
+    `is_partial` is that of `ForwardPlan`. Tiles come in the order of `schedule.table`, or by number unless `is_ordered`.
 
     Returns:
       The output `[entries, rows, heads, size]`, or as `kernel.rows` says, and the log-sum-exp of the rows; of splits `o`, `m`
       and `d`, see `ForwardKernel`.
     """
-    refs, records = _lay_out(kernel, operands, initial)
+    refs, records = _lay_out(kernel, operands)
     if is_ordered and (table := schedule.table(kernel)) is not None:
         refs["table"] = table
     results = kernel_of(
@@ -98,18 +99,19 @@ def launch(kernel: ForwardKernel, operands, is_partial=False, initial=None, wave
     return [results[name] for name in result_types]
 
 
-def _lay_out(kernel: ForwardKernel, operands, initial):
+def _lay_out(kernel: ForwardKernel, operands):
     """Reshapes operands as the kernel addresses them."""
-    refs, records = lay_out(kernel.batch, {**operands, **make_tables(kernel, operands)})
+    others = {name: array for name, array in operands.items() if name not in INITIAL_RESULTS}
+    refs, records = lay_out(kernel.batch, others | make_tables(kernel, others))
     if kernel.pages is not None:
         for name in ("key_pages", "value_pages"):
             refs[name] = refs[name].reshape(-1, *refs[name].shape[2:])
     if kernel.config.split:
         for name, rows in (("query", kernel.rows), ("key", HeadRows()), ("value", HeadRows())):
             refs[name] = refs[name].reshape(rows.matrix_shape(refs[name].shape))
-    if initial is not None:
-        out, lse = initial
-        refs["initial_out"], refs["initial_lse"] = out.reshape(-1, kernel.query[1] * kernel.value_size), lse.ravel()
+    if "initial_out" in operands:
+        refs["initial_out"] = operands["initial_out"].reshape(-1, kernel.query[1] * kernel.value_size)
+        refs["initial_lse"] = operands["initial_lse"].ravel()
     return refs, records
 
 
