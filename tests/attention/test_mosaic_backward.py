@@ -893,7 +893,7 @@ def clipped(low, high, whole_from, whole_to):
 @given(lengths, lengths, st.tuples(sides, sides), configs)
 def test_spans_of_a_window_hold_all_that_is_seen_and_turns_count_who_came_before(length, keys, window, config):
     plan = plan_of(length, keys, window, config)
-    spans = [clipped(*plan.span(i, plan.lengths, HOST)) for i in range(plan.blocks_kv)]
+    spans = [clipped(*plan.span(i, HOST)) for i in range(plan.blocks_kv)]
     assert_visits(spans, lowering.window_sees(length, keys, window), plan)
     visited = visits(spans, plan)
     assert dataclasses.replace(plan, is_deterministic=False).costs() == tuple(plan.groups * visited.sum(1))

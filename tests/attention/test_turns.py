@@ -49,7 +49,7 @@ def turns(plan):
     found = []
     for tile in range(plan.n_tiles):
         head, block = divmod(tile, plan.blocks_kv)
-        low, high, *_ = plan.span(block, plan.lengths, HOST)
+        low, high, *_ = plan.span(block, HOST)
         visited = range(high - 1, low - 1, -1)
         first = [plan.first_key_block(q, HOST) for q in visited]
         found.append([((head, q), block - own) for q, own in zip(visited, first, strict=True)])

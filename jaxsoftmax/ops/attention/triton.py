@@ -181,7 +181,7 @@ def _refused_shapes(types: Mapping[str, Any]) -> str | None:
         return f"there must be queries and keys, got shapes {query} and {key} in a batch of {batch}"
     programs = math.prod(batch) * max(query[-2] * query[-3], key[-2] * key[-3])
     if max(query[-3], key[-3]) >= 2**30 or programs >= 2**31 - 2**16:
-        return f"there must be less than {2**31 - 2**16} rows of scores, and keys, got shapes {query} and {key}"
+        return f"there must be fewer than {2**31 - 2**16} rows of scores, and keys, got shapes {query} and {key}"
     return None
 
 

@@ -65,10 +65,10 @@ def _unserved(problem: AttentionProblem) -> str | None:
     if not (rows and keys):
         return f"there must be queries and keys, got shapes {query} and {key} in a batch of {batch}"
     if max(rows, keys) >= _MAX_ROWS:
-        return f"there must be less than {_MAX_ROWS} rows of scores, and keys, got {rows} and {keys}"
+        return f"there must be fewer than {_MAX_ROWS} rows of scores, and keys, got {rows} and {keys}"
     scale = problem.params["scale"]
     if not (math.isfinite(scale) and scale >= np.finfo(np.float32).tiny):
-        return f"scale must be positive, got {scale}"
+        return f"scale must be a normal number above 0 in float32, got {scale}"
     return None
 
 

@@ -98,7 +98,7 @@ class BackwardRole:
         if "spans" in operands:
             low, high, whole_from, whole_to = (operands["spans"][b, block, i] for i in range(4))
         else:
-            low, high, whole_from, whole_to = kernel.span(block, kernel.lengths, KERNEL)
+            low, high, whole_from, whole_to = kernel.span(block, KERNEL)
             low += _hidden_zero(number, 0)  # ptxas makes slower loops of constant bounds
             high = jnp.maximum(low, high + _hidden_zero(number, 1))
             whole_from = jnp.clip(whole_from, low, high)

@@ -132,13 +132,19 @@ class BackwardKernel(AttentionKernel):
         parts += ["dQ added in the order of turns"] if self.is_deterministic else []
         return ", ".join(parts)
 
-    def span(self, block: Any, lengths: Any, arithmetic: Arithmetic, offset: Any = 0) -> tuple[Any, Any, Any, Any]:
-        """Returns the blocks of queries that window and lengths let see a block of keys; `offset` is the position of query 0.
+    def span(self, block: Any, arithmetic: Arithmetic, lengths: Any = None, offset: Any = 0) -> tuple[Any, Any, Any, Any]:
+        """Returns the blocks of queries that window and lengths let see a block of keys.
 
         The first block with a query that sees some key and the one behind the last, then the first of the blocks whose queries
         see all keys and the one behind the last. An end may be before its start.
+
+        Args:
+          block: number of the block of keys.
+          arithmetic: operations on such numbers.
+          lengths: numbers of queries and keys of each batch entry, which operands say, or None for those of the arrays.
+          offset: position of query 0.
         """
-        (left, right), (queries, keys) = self.window, lengths
+        (left, right), (queries, keys) = self.window, self.lengths if lengths is None else lengths
         step, size = self.config.block_q, self.block_kv
         divide, minimum, maximum, _ = arithmetic
         first, last = block * size, (block + 1) * size - 1
@@ -146,7 +152,8 @@ class BackwardKernel(AttentionKernel):
         low = 0 if right is None else divide(maximum(from_query - right, 0), step)
         high = divide(queries + step - 1, step)
         whole_from = 0 if right is None else divide(maximum(to_query - right, 0) + step - 1, step)
-        whole_to = divide(queries, step) if lengths != self.lengths else self.blocks_q  # rows that are none are 0
+        # Behind the last query of the arrays the kernel reads zeros, which add nothing: their block needs no mask.
+        whole_to = self.blocks_q if lengths is None else divide(queries, step)
         if left is not None:
             high = minimum(high, divide(maximum(minimum(last, keys - 1) - offset + left, -1) + step, step))
             whole_to = minimum(whole_to, divide(maximum(from_query + left + 1, 0), step))
@@ -165,7 +172,7 @@ class BackwardKernel(AttentionKernel):
         offset = operands["query_offset"][..., None] if "query_offset" in operands else 0
         block = jnp.arange(self.blocks_kv, dtype=jnp.int32).reshape(*(1,) * len(self.batch), -1)
         mixed = KERNEL._replace(divide=jnp.floor_divide)  # KERNEL's own takes operands of one shape
-        low, high, whole_from, whole_to = jnp.broadcast_arrays(*self.span(block, lengths, mixed, offset))
+        low, high, whole_from, whole_to = jnp.broadcast_arrays(*self.span(block, mixed, lengths, offset))
         if "query_segments" in operands:
             segments = operands["key_segments"], operands["query_segments"]
             ranges = key_blocks.find_segment_spans(*segments, self.block_kv, self.config.block_q)
@@ -199,7 +206,7 @@ class BackwardKernel(AttentionKernel):
 
     def costs(self) -> tuple[int, ...]:
         """Counts the steps of each block of keys, or says 1 for all where only then tiles come in the order of turns."""
-        spans = (self.span(block, self.lengths, HOST) for block in range(self.blocks_kv))
+        spans = (self.span(block, HOST) for block in range(self.blocks_kv))
         costs = tuple(self.groups * max(high - low, 0) for low, high, *_ in spans)
         is_other_order = self.is_deterministic and any(a < b for a, b in itertools.pairwise(costs))
         return (1,) * len(costs) if is_other_order else costs
