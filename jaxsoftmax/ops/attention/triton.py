@@ -119,8 +119,8 @@ class TritonBackwardPlan:
             computed = _launch(kernel, tiling, self.target, params, arrays | rows, results)
             cotangents |= dict(zip(_BACKWARD[kernel], computed, strict=False))
         cotangents = {name: summed_to(cotangents[name], arrays[name].shape) for name in wanted}
-        if (initial := operands.get(INITIAL_D_QUERY)) is not None:
-            cotangents["query"] += initial
+        if (earlier := operands.get(INITIAL_D_QUERY)) is not None:
+            cotangents["query"] += earlier
         return [cotangents[name] if is_partial else cotangents[name].astype(arrays[name].dtype) for name in wanted]
 
 
