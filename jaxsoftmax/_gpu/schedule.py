@@ -41,27 +41,27 @@ TILE_COST = 1.5  # steps that starting and ending a tile takes
 MOST_WAVES = 4  # waves of blocks of threads: a kernel that is ready within the first seven tiles gets multiprocessors
 
 
-def order(costs: tuple[int, ...], heads: int, group: int) -> np.ndarray:
-    """Returns the order in which tiles are handed out: long ones before short ones, for `group` heads at a time.
+def order(costs: tuple[int, ...], heads: int, n_heads_at_once: int) -> np.ndarray:
+    """Returns the order in which tiles are handed out: long ones before short ones, for `n_heads_at_once` heads at a time.
 
     Tile `head * len(costs) + i` takes `costs[i]` steps. Tiles of one head come together, so that they read its keys from the L2
     cache.
     """
     long_first, head = np.argsort(-np.asarray(costs), stable=True), np.arange(heads)
     tiles = np.add.outer(long_first, head * len(costs))
-    groups = np.broadcast_to(head // group, tiles.shape)
+    groups = np.broadcast_to(head // n_heads_at_once, tiles.shape)
     return tiles.ravel()[np.argsort(groups, None, stable=True)].astype(np.int32)
 
 
 @functools.lru_cache(maxsize=256)
-def schedule(costs: tuple[int, ...], heads: int, group: int, blocks: int) -> np.ndarray:
+def schedule(costs: tuple[int, ...], heads: int, n_heads_at_once: int, blocks: int) -> np.ndarray:
     """Returns the tiles of each block of threads, int32 `[blocks, most + 2]`: their number, the tiles, and what is never used.
 
     Tiles are handed out one by one, in their order, to the block that is free first.
     """
     queue = [(0.0, block) for block in range(blocks)]
     tiles: list[list[int]] = [[] for _ in range(blocks)]
-    for tile in order(costs, heads, group).tolist():
+    for tile in order(costs, heads, n_heads_at_once).tolist():
         free, block = queue[0]
         tiles[block].append(tile)
         heapq.heapreplace(queue, (free + costs[tile % len(costs)] + TILE_COST, block))
@@ -90,7 +90,7 @@ class TiledKernel:
         """Counts the steps of each of the tiles of a head."""
         raise NotImplementedError
 
-    def group(self, costs: tuple[int, ...]) -> int:
+    def n_heads_at_once(self, costs: tuple[int, ...]) -> int:
         """Returns the number of heads whose tiles are handed out together."""
         raise NotImplementedError
 
@@ -112,7 +112,7 @@ def table(kernel: TiledKernel) -> jax.Array | None:
     if kernel.n_tiles > MAX_SCHEDULED:
         return None
     costs = kernel.costs()
-    arguments = costs, kernel.n_tiles // len(costs), kernel.group(costs)
+    arguments = costs, kernel.n_tiles // len(costs), kernel.n_heads_at_once(costs)
     numbers = order(*arguments) if kernel.by_ticket else schedule(*arguments, kernel.n_blocks)
     return jax.jit(lambda: jnp.asarray(numbers))()
 
@@ -144,7 +144,7 @@ def bytes_of(scratch: Mapping[str, Any]) -> int:
     return total
 
 
-_SLOTS = 2  # slots in shared memory for the number and the facts of a tile
+_STAGES = 2  # stages in shared memory for the number and the facts of a tile
 
 
 def ticket_memory(words: int, listeners: int, *, in_order: bool = False) -> dict[str, Any]:
@@ -155,11 +155,11 @@ def ticket_memory(words: int, listeners: int, *, in_order: bool = False) -> dict
       listeners: number of warpgroups, or warps, that are told.
       in_order: True if tickets are taken in order of arrival, by one warp.
     """
-    memory = {} if in_order else {"ticket": plgpu.SMEM((_SLOTS, 1), jnp.int32), "ticket_full": plgpu.Barrier()}
+    memory = {} if in_order else {"ticket": plgpu.SMEM((_STAGES, 1), jnp.int32), "ticket_full": plgpu.Barrier()}
     return memory | {
-        "tile": plgpu.SMEM((_SLOTS, words), jnp.int32),
-        "tile_full": plgpu.Barrier(num_barriers=_SLOTS),
-        "tile_empty": plgpu.Barrier(num_arrivals=listeners, num_barriers=_SLOTS),
+        "tile": plgpu.SMEM((_STAGES, words), jnp.int32),
+        "tile_full": plgpu.Barrier(num_barriers=_STAGES),
+        "tile_empty": plgpu.Barrier(num_arrivals=listeners, num_barriers=_STAGES),
     }
 
 
@@ -237,11 +237,11 @@ class BlockTiles:
         counter, memory, ticket = ticket_counter(), self.memory, self.block
 
         def take(i):
-            slot = lax.rem(i, jnp.int32(_SLOTS))
-            tickets.store_scalars(memory["ticket"], slot, [tickets.take_ticket(counter)])
+            stage = lax.rem(i, jnp.int32(_STAGES))
+            tickets.store_scalars(memory["ticket"], stage, [tickets.take_ticket(counter)])
             plgpu.barrier_arrive(memory["ticket_full"])
             plgpu.barrier_wait(memory["ticket_full"])
-            return memory["ticket"][slot, 0] + self.kernel.n_blocks
+            return memory["ticket"][stage, 0] + self.kernel.n_blocks
 
         def one(carry):
             i, ticket, steps = carry
@@ -253,7 +253,7 @@ class BlockTiles:
             following = take(i) if self.waves == 1 else self._next(i + 1, lambda: take(i), self.kernel.n_tiles)
             return i + 1, following, steps
 
-        if self.waves > 1:  # with slot 1, as the loop starts with slot 0
+        if self.waves > 1:  # with stage 1, as the loop starts with stage 0
             ticket = lax.cond(self.block < self.kernel.n_blocks, lambda: self.block, lambda: take(jnp.int32(1)))
         self._while_there_are(one, ticket)
 
@@ -297,23 +297,23 @@ class BlockTiles:
 
     def _say(self, i, values):
         """Tells the other warpgroups the number and the facts of tile `i` of this block; a number of -1 ends them."""
-        slot = lax.rem(i, jnp.int32(_SLOTS))
-        plgpu.barrier_wait(self.memory["tile_empty"].at[slot])
-        tickets.store_scalars(self.memory["tile"], slot, values)
-        plgpu.barrier_arrive(self.memory["tile_full"].at[slot])
+        stage = lax.rem(i, jnp.int32(_STAGES))
+        plgpu.barrier_wait(self.memory["tile_empty"].at[stage])
+        tickets.store_scalars(self.memory["tile"], stage, values)
+        plgpu.barrier_arrive(self.memory["tile_full"].at[stage])
 
     def _each_told(self, work):
         """Works through the tiles that the producer warpgroup tells of."""
         memory = self.memory
 
         def hear(i):
-            slot = lax.rem(i, jnp.int32(_SLOTS))
-            plgpu.barrier_wait(memory["tile_full"].at[slot])
+            stage = lax.rem(i, jnp.int32(_STAGES))
+            plgpu.barrier_wait(memory["tile_full"].at[stage])
             if self.counter is None:
-                values = [memory["tile"][slot, k] for k in range(memory["tile"].shape[1])]
+                values = [memory["tile"][stage, k] for k in range(memory["tile"].shape[1])]
             else:
-                values = tickets.load_scalars(memory["tile"], slot)
-            plgpu.barrier_arrive(memory["tile_empty"].at[slot])
+                values = tickets.load_scalars(memory["tile"], stage)
+            plgpu.barrier_arrive(memory["tile_empty"].at[stage])
             return values
 
         def one(carry):
@@ -321,6 +321,6 @@ class BlockTiles:
             steps = work(self.tile(*values), steps)
             return i + 1, hear(i + 1), steps
 
-        for slot in range(_SLOTS):
-            plgpu.barrier_arrive(memory["tile_empty"].at[slot])
+        for stage in range(_STAGES):
+            plgpu.barrier_arrive(memory["tile_empty"].at[stage])
         self._while(lambda carry: carry[1][0] >= 0, one, (jnp.int32(0), hear(jnp.int32(0)), jnp.int32(0)))

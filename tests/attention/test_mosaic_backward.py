@@ -829,7 +829,7 @@ def assert_visits(spans, seen, plan, shown=True):
 def test_tiles_of_a_head_are_handed_out_in_the_order_of_turns(length, keys, window, config, heads, threads):
     plan = plan_of(length, keys, window, config)
     costs = plan.costs()
-    group = plan.group(costs)
+    group = plan.n_heads_at_once(costs)
     order = schedule.order(costs, heads, group).tolist()
     for head in range(heads):
         own = range(head * len(costs), (head + 1) * len(costs))
@@ -896,7 +896,7 @@ def test_spans_of_a_window_hold_all_that_is_seen_and_turns_count_who_came_before
     spans = [clipped(*plan.span(i, HOST)) for i in range(plan.blocks_kv)]
     assert_visits(spans, lowering.window_sees(length, keys, window), plan)
     visited = visits(spans, plan)
-    assert dataclasses.replace(plan, is_deterministic=False).costs() == tuple(plan.groups * visited.sum(1))
+    assert dataclasses.replace(plan, is_deterministic=False).costs() == tuple(plan.heads_per_key_head * visited.sum(1))
     before = np.cumsum(visited, 0) - visited
     for block, query_block in np.argwhere(visited):
         assert block - plan.first_key_block(query_block, HOST) == before[block, query_block]

@@ -141,7 +141,7 @@ def test_the_registers_of_every_configuration_fit(dtype):
     every = range(8, mosaic.MAX_HEAD_SIZE[dtype] + 1, 8)
     for sizes in itertools.product(every, every):
         config, (size, value_size) = forward_config(*sizes, dtype=dtype), (-(-own // 64) * 64 for own in sizes)
-        assert config.split == (dtype == "float32")
+        assert config.has_terms == (dtype == "float32")
         assert config.own_output or size == value_size  # the output is in the place of the queries
         assert_registers_fit(config)
 

@@ -59,7 +59,7 @@ def turns(plan):
 def hand_out(plan):
     """The tiles by their tickets, as the kernel's table has them."""
     costs = plan.costs()
-    return schedule.order(costs, plan.n_tiles // plan.blocks_kv, plan.group(costs)).tolist()
+    return schedule.order(costs, plan.n_tiles // plan.blocks_kv, plan.n_heads_at_once(costs)).tolist()
 
 
 @brute_force
@@ -154,7 +154,7 @@ def test_two_kernels_that_share_a_gpu_get_through_all_tiles(length, keys, size, 
 def test_blocks_that_have_their_tiles_beforehand_may_wait_for_ever():
     """That the checks above can fail: tiles that belong to blocks which do not run are waited for."""
     plan = plan_of(700, 700, (None, None), 64, 3)
-    own = schedule.schedule(plan.costs(), 3, plan.group(plan.costs()), 6)
+    own = schedule.schedule(plan.costs(), 3, plan.n_heads_at_once(plan.costs()), 6)
     assert get_through([Kernel(plan, 6, own)], 6, 0)
     assert not get_through([Kernel(plan, 6, own)], 2, 0)
 

@@ -166,7 +166,7 @@ def _said(kernel) -> tuple[Any, ...]:
     said = {name: value for name, value in vars(kernel).items() if name not in numbers}
     said |= {"window": tuple(side is None for side in kernel.window), "soft_cap": kernel.soft_cap is None}
     said |= {"names": tuple(sorted(kernel.names)), "dropout_rate": kernel.dropout_rate > 0}
-    said |= {"groups": kernel.query[1] > kernel.key[1], "is_padded": kernel.query[2] % 64 > 0}
+    said |= {"heads_per_key_head": kernel.query[1] > kernel.key[1], "is_padded": kernel.query[2] % 64 > 0}
     pages = getattr(kernel, "pages", None)
     said |= {"splits": said.get("splits", 1) > 1, "pages": pages and pages.size}
     return tuple(sorted(said.items(), key=lambda item: item[0]))

@@ -800,7 +800,7 @@ FAULTS = (
     Fault(
         "context parallel: derivatives of gathered keys are not in zigzag order",
         f"{_CONTEXT}/gather.py",
-        "x = reordered(x, sequence.zigzag, axis) if sequence.zigzag else x",
+        "x = to_zigzag(x, sequence.zigzag, axis) if sequence.zigzag else x",
         "pass",
         "tests/attention/test_context_parallel.py -k 'sharded_gives'",
     ),
@@ -1048,14 +1048,14 @@ FAULTS = (
     Fault(
         "mosaic attention: each folded row counts as a query",
         f"{_MOSAIC}/forward_plan.py",
-        "queries=n_rows // self.rows.group",
+        "queries=n_rows // self.rows.heads_per_query",
         "queries=n_rows",
         "tests/attention/test_decode.py -k 'folded_operands or sees_nothing'",
     ),
     Fault(
         "mosaic attention: folded rows begin with the query of their number",
         f"{_MOSAIC}/forward_plan.py",
-        "return arithmetic.divide(first, self.group), (n_rows",
+        "return arithmetic.divide(first, self.heads_per_query), (n_rows",
         "return first, (n_rows",
         "tests/attention/test_decode.py -k spans_of_folded_rows",
     ),

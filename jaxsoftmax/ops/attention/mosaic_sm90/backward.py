@@ -118,7 +118,7 @@ def launch(kernel: BackwardKernel, operands, lse, delta, d_out, is_partial=False
       The cotangents of "query", "key" and "value", and of "bias" if it is wanted, `[*batch, ...]`.
     """
     tables = {"spans": _spans(kernel, operands)} if kernel.is_varying else {}
-    refs, records = _laid_out(kernel, operands | tables, lse, delta, d_out)
+    refs, records = _lay_out(kernel, operands | tables, lse, delta, d_out)
     # In a loop XLA would make one fusion of the kernel and the slices of its operands, and forget what it writes in place.
     large = [name for name in refs if name not in ("lse", "delta")]
     refs.update(zip(large, lax.optimization_barrier([refs[name] for name in large]), strict=True))
@@ -170,7 +170,7 @@ def _whole(kernel: BackwardKernel, array, sizes):
     return jnp.pad(array, ((0, 0), (0, more[0]), (0, 0), (0, more[1]))) if any(more) else array
 
 
-def _laid_out(kernel: BackwardKernel, operands, lse, delta, d_out):
+def _lay_out(kernel: BackwardKernel, operands, lse, delta, d_out):
     """Reshapes operands as the kernel addresses them. Rows behind the last are 0: their weights are 1, their products 0."""
     (length, heads, _), (keys, key_heads, _) = kernel.query, kernel.key
     value_size, padding = operands["value"].shape[-1], -length % kernel.config.block_q
@@ -280,7 +280,7 @@ class BackwardProducer(BackwardRole):
 
     def __call__(self, tile, steps):
         """Copies what a tile needs; returns the number of steps so far."""
-        first, total = tile.block * self.kernel.block_kv, self.kernel.groups * tile.count
+        first, total = tile.block * self.kernel.block_kv, self.kernel.heads_per_key_head * tile.count
         pl.when(total > 0)(lambda: self._copy_queries(tile, steps, 0))
         self._copy_keys_and_values(tile, first)
         pl.when(total > 0)(lambda: self._copy_cotangents(tile, steps, 0))
@@ -340,7 +340,7 @@ class TurnAdder(BackwardRole):
 
     def __call__(self, tile, steps):
         """Adds what consumers stage in the steps of a tile; returns the number of steps so far."""
-        kernel, total = self.kernel, self.kernel.groups * tile.count
+        kernel, total = self.kernel, self.kernel.heads_per_key_head * tile.count
         first = lax.rem(self.index + (ADDERS - 1) * steps, jnp.int32(ADDERS))
 
         @pl.loop(0, lax.div(total - first + ADDERS - 1, jnp.int32(ADDERS)))

@@ -19,7 +19,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import HOST, KERNEL, LOG2E, ROW
 SIZES = (64, 128, 256)  # head sizes on chip
 CONSUMERS = 2  # consumer warpgroups
 ADDERS = 2  # warps that add dQ in the order of turns: one waits for its turn while the other's copies arrive
-SLOTS = 2  # for the derivatives of the scores: one is written while the other is read
+DS_STAGES = 2  # for the derivatives of the scores: one is written while the other is read
 _LEAST_SEEDED = 1e-30  # of scales by which a log-sum-exp may be divided
 
 
@@ -83,7 +83,7 @@ class BackwardKernel(AttentionKernel):
 
     # These follow from the others.
     lengths: tuple[int, int] = field(init=False)  # T and S: numbers of queries and keys
-    groups: int = field(init=False)  # query heads of a key head
+    heads_per_key_head: int = field(init=False)  # query heads that share a key head
     block_kv: int = field(init=False)  # keys of a tile
     blocks_q: int = field(init=False)
     blocks_kv: int = field(init=False)
@@ -105,7 +105,7 @@ class BackwardKernel(AttentionKernel):
         passes_both = config.roles and self.adds_bias and self.soft_cap is not None
         self._derive(
             lengths=(length, keys),
-            groups=heads // key_heads,
+            heads_per_key_head=heads // key_heads,
             block_kv=block_kv,
             blocks_q=pl.cdiv(length, config.block_q),
             blocks_kv=blocks_kv,
@@ -207,11 +207,11 @@ class BackwardKernel(AttentionKernel):
     def costs(self) -> tuple[int, ...]:
         """Counts the steps of each block of keys, or says 1 for all where only then tiles come in the order of turns."""
         spans = (self.span(block, HOST) for block in range(self.blocks_kv))
-        costs = tuple(self.groups * max(high - low, 0) for low, high, *_ in spans)
+        costs = tuple(self.heads_per_key_head * max(high - low, 0) for low, high, *_ in spans)
         is_other_order = self.is_deterministic and any(a < b for a, b in itertools.pairwise(costs))
         return (1,) * len(costs) if is_other_order else costs
 
-    def group(self, costs: tuple[int, ...]) -> int:
+    def n_heads_at_once(self, costs: tuple[int, ...]) -> int:
         """Returns the number of heads whose tiles are handed out together: as in the forward kernel, with queries for keys.
 
         With turns it is larger, though L2 may not hold them: fewer blocks of keys of one head start together then, and
@@ -220,7 +220,7 @@ class BackwardKernel(AttentionKernel):
         equal = len(set(costs)) == 1
         if equal and not self.is_deterministic:
             return 1
-        bytes_of_head = 8 * self.query[0] * self.size * self.groups  # two of 16 bits, and one of 32
+        bytes_of_head = 8 * self.query[0] * self.size * self.heads_per_key_head  # two of 16 bits, and one of 32
         least, most, times = (8, 32, 2 if equal else 4) if self.is_deterministic else (1, 8, 1)
         return min(most, max(least, 1 << max(1, times * schedule.L2 // bytes_of_head).bit_length() - 1))
 
@@ -247,7 +247,7 @@ class BackwardKernel(AttentionKernel):
             "v": self._tiles(halves, ROWS, size),
             "q": self._tiles(stages, config.block_q, size),
             "do": self._tiles(stages_do, config.block_q, size),
-            "ds": self._tiles(SLOTS, halves, config.block_q // ROWS, ROWS, ROWS),
+            "ds": self._tiles(DS_STAGES, halves, config.block_q // ROWS, ROWS, ROWS),
             "sums": self._tiles(CONSUMERS, ROWS, self.part_size // config.pieces, dtype=jnp.float32),
             "k_full": plgpu.Barrier(num_arrivals=halves * self.parts[1]),
             "v_full": plgpu.Barrier(num_arrivals=halves),

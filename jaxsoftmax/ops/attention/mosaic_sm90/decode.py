@@ -115,7 +115,7 @@ def decode_config(head_size: int, value_size: int, dtype, rows: int, window, is_
     largest = max(padded(head_size), padded(value_size))
     if jnp.dtype(dtype) == jnp.float32:
         stages = 4 if largest <= 64 else 2
-        return ForwardConfig(1, 64, stages, registers=(96, 240), ping_pong=False, split=True, producers=2)
+        return ForwardConfig(1, 64, stages, registers=(96, 240), ping_pong=False, has_terms=True, producers=2)
     if largest <= 128:
         return ForwardConfig(1, 128, 3 if largest <= 64 else 2, ping_pong=False)
     return ForwardConfig(1, 64, 3 if largest <= 192 else 2, ping_pong=False)

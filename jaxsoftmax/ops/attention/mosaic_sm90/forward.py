@@ -106,7 +106,7 @@ def _lay_out(kernel: ForwardKernel, operands):
     if kernel.pages is not None:
         for name in ("key_pages", "value_pages"):
             refs[name] = refs[name].reshape(-1, *refs[name].shape[2:])
-    if kernel.config.split:
+    if kernel.config.has_terms:
         for name, rows in (("query", kernel.rows), ("key", HeadRows()), ("value", HeadRows())):
             refs[name] = refs[name].reshape(rows.matrix_shape(refs[name].shape))
     if "initial_out" in operands:
@@ -122,7 +122,7 @@ def _result_types(kernel: ForwardKernel, query, is_partial) -> OrderedDict[str, 
     if kernel.splits > 1:
         return OrderedDict(out=jax.ShapeDtypeStruct((*numbers.shape, size), jnp.float32), m=numbers, d=numbers)
     shape, dtype = (count, *query.shape[1:-1], size), query.dtype
-    if kernel.config.split or is_partial:  # from registers
+    if kernel.config.has_terms or is_partial:  # from registers
         shape, dtype = kernel.rows.matrix_shape((count, length, heads, size)), jnp.float32
     return OrderedDict(out=jax.ShapeDtypeStruct(shape, dtype), lse=numbers)
 
@@ -131,7 +131,7 @@ def _kernel(kernel: ForwardKernel, records, waves, refs, results, **memory) -> N
     """Divides the work of a block of threads among its warpgroups."""
     operands = {name: replace(record, ref=refs[name]) for name, record in records.items()}
     initial = (refs["initial_out"], refs["initial_lse"]) if "initial_out" in refs else None
-    slots = TermSlots(kernel, memory) if kernel.config.split else ForwardSlots(kernel, memory)
+    slots = TermSlots(kernel, memory) if kernel.config.has_terms else ForwardSlots(kernel, memory)
     tiles = ForwardTiles(kernel, operands)
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     # The last block of queries may see the most keys.
@@ -156,7 +156,7 @@ def _kernel(kernel: ForwardKernel, records, waves, refs, results, **memory) -> N
 
 def _producers(kernel, operands, slots):
     """Lists what the warpgroups beside the consumers do with a tile."""
-    kind = TermCopies if kernel.config.split else TmaCopies if kernel.pages is None else PagedCopies
+    kind = TermCopies if kernel.config.has_terms else TmaCopies if kernel.pages is None else PagedCopies
     copies, letters = kind(kernel, operands, slots), {1: ["kqv"], 2: ["kq", "v"]}[kernel.config.producers]
     producers = [ForwardProducer(kernel, copies, copied) for copied in letters]
     converted = ("key", "value") if kernel.config.byte_stages else ()

@@ -333,8 +333,8 @@ class ForwardConsumer:
         scores = ForwardScores(self.kernel, self.operands, tile, first)
         lax.fori_loop(steps, steps + tile.high - high, self._skip, None)
         steps = steps + tile.high - high
-        rows = ForwardRows(self, tile, scores, first, high, count, steps)
-        pl.run_scoped(rows.attend, plgpu.ACC((ROWS, self.kernel.sizes[1]), jnp.float32))
+        pipeline = ForwardPipeline(self, tile, scores, first, high, count, steps)
+        pl.run_scoped(pipeline.attend, plgpu.ACC((ROWS, self.kernel.sizes[1]), jnp.float32))
         lax.fori_loop(steps + count, end, self._skip, None)
 
     def _skip(self, step, _):
@@ -381,7 +381,7 @@ class ForwardConsumer:
 
 
 @dataclass(frozen=True)
-class ForwardRows:
+class ForwardPipeline:
     """The pipeline of a consumer for its rows of a tile, from `first` on.
 
     They push `count` key blocks, from `high - 1` down. The first one is that of step `steps`.
