@@ -57,6 +57,7 @@ class ForwardPlan:
         present: Any = {name: operand for name, operand in operands.items() if operand is not None}
         for function in self.prepare:
             present = function(present)
+        # A ring's `jax.jit` sorts operands by name: in this order the text of the kernel is the same in and outside of a ring.
         order = present if "page_table" in present else [operand.name for operand in OPERANDS] + list(INITIAL_RESULTS)
         return self.attend({name: present[name] for name in order if name in present})[: self.n_results]
 

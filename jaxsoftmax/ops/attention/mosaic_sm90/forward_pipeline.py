@@ -483,6 +483,7 @@ class ForwardPipeline:
             o = wgmma.load_product(out, *place, (left, size), (ROWS, kernel.sizes[1]), varies=(True, True))
             lse = wgmma.load_product_rows(lse, consumer.row(tile, self.first), left, scores.shape)
             state = online.lift_log2(lse, headroom=scores.headroom, unit=scores.unit)
+            # `initial` is normalised, and `_store` divides by (1 - rate) d, where d starts as 2^headroom.
             o = o * ((1 - kernel.dropout_rate) * 2.0**scores.headroom)
         elif "sinks" in consumer.operands:
             sinks = kernel.rows.sinks(consumer.operands["sinks"], tile, self.first, kernel)

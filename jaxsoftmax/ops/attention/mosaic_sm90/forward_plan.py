@@ -27,8 +27,8 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     shapes_of,
 )
 
-# Numbers that an operand says of a tile. Where there are any, the time of a tile depends on operands. `query_offset` is an
-# operand, as a cache grows from step to step.
+# Number of int32 that each operand tells of a tile. With any of them only operands decide how long a tile takes, so blocks take
+# tickets. `query_offset` is an operand, as a cache grows from step to step.
 FACTS = {"query_lengths": 1, "key_lengths": 1, "query_offset": 1, "ranges": 4, "mask_reach": 2}
 
 
