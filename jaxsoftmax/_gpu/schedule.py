@@ -72,8 +72,11 @@ def schedule(costs: tuple[int, ...], heads: int, n_heads_at_once: int, blocks: i
 
 
 @dataclass(frozen=True)
-class TiledKernel:
-    """A kernel whose work is cut into tiles. Subclasses say what the methods return, and call `_derive` when they are made."""
+class TiledGeometry:
+    """The tiles that the work of a kernel is cut into.
+
+    Subclasses say what the methods return, and call `_derive` when they are made.
+    """
 
     multiprocessors: int
     n_tiles: int = field(init=False)
@@ -104,22 +107,22 @@ class TiledKernel:
         return bytes_of(self.scratch())
 
 
-def table(kernel: TiledKernel) -> jax.Array | None:
+def table(geometry: TiledGeometry) -> jax.Array | None:
     """Makes the table of tiles of each block of threads, or by ticket the order of tiles; None if there are very many.
 
     It is a constant of an inner function, as custom_partitioning takes no others.
     """
-    if kernel.n_tiles > MAX_SCHEDULED:
+    if geometry.n_tiles > MAX_SCHEDULED:
         return None
-    costs = kernel.costs()
-    arguments = costs, kernel.n_tiles // len(costs), kernel.n_heads_at_once(costs)
-    numbers = order(*arguments) if kernel.by_ticket else schedule(*arguments, kernel.n_blocks)
+    costs = geometry.costs()
+    arguments = costs, geometry.n_tiles // len(costs), geometry.n_heads_at_once(costs)
+    numbers = order(*arguments) if geometry.by_ticket else schedule(*arguments, geometry.n_blocks)
     return jax.jit(lambda: jnp.asarray(numbers))()
 
 
-def waves(kernel: TiledKernel) -> int:
+def waves(geometry: TiledGeometry) -> int:
     """Returns the number of waves of blocks of threads that leaves each block of the last wave a tile on average."""
-    return min(MOST_WAVES, (kernel.n_tiles // kernel.n_blocks).bit_length()) if kernel.by_ticket else 1
+    return min(MOST_WAVES, (geometry.n_tiles // geometry.n_blocks).bit_length()) if geometry.by_ticket else 1
 
 
 def share(wave: Any, waves: int, most: Any) -> Any:
@@ -180,7 +183,7 @@ def most_on_arrival(n_tiles: int, n_blocks: int) -> int:
 class BlockTiles:
     """The tiles of a kernel, as one block of threads gets them."""
 
-    kernel: TiledKernel
+    geometry: TiledGeometry
     block: Any  # number of this block of threads
     table: Any  # of `schedule`, or with tickets of `order`; None to go by number
     memory: dict[str, Any]  # with what `ticket_memory` describes if the block works by tickets
@@ -206,8 +209,8 @@ class BlockTiles:
 
     def _each_scheduled(self, work):
         """Works through the tiles that the table says, or through every `n_blocks`-th one."""
-        table, block, blocks = self.table, self.block, self.kernel.n_blocks
-        count = lax.div(self.kernel.n_tiles - 1 - block, jnp.int32(blocks)) + 1 if table is None else table[block, 0]
+        table, block, blocks = self.table, self.block, self.geometry.n_blocks
+        count = lax.div(self.geometry.n_tiles - 1 - block, jnp.int32(blocks)) + 1 if table is None else table[block, 0]
 
         def number(i):
             return self._number_of(block + i * blocks) if table is None else table[block, i + 1]
@@ -223,11 +226,11 @@ class BlockTiles:
         """Returns the number of the tile that a ticket stands for."""
         if self.table is not None:
             return self.table[ticket]
-        return self.kernel.n_tiles - 1 - ticket if self.last_first else ticket
+        return self.geometry.n_tiles - 1 - ticket if self.last_first else ticket
 
     def _each_taken(self, work, look_up):
         """Works by tickets: a block of the first wave starts with the ticket of its number, and takes another when free."""
-        if self.kernel.n_tiles <= self.kernel.n_blocks:
+        if self.geometry.n_tiles <= self.geometry.n_blocks:
             # There is no next ticket, and no counter, which XLA would set to 0 by a copy each time.
             values = [number := self._number_of(self.block), *look_up(number)]
             self._say(jnp.int32(0), values)
@@ -241,7 +244,7 @@ class BlockTiles:
             tickets.store_scalars(memory["ticket"], stage, [tickets.take_ticket(counter)])
             plgpu.barrier_arrive(memory["ticket_full"])
             plgpu.barrier_wait(memory["ticket_full"])
-            return memory["ticket"][stage, 0] + self.kernel.n_blocks
+            return memory["ticket"][stage, 0] + self.geometry.n_blocks
 
         def one(carry):
             i, ticket, steps = carry
@@ -250,21 +253,21 @@ class BlockTiles:
             self._say(i, values)
             steps = work(self.tile(*values), steps)
             # Not before the work: blocks would have tiles waiting while others, which are done, find none.
-            following = take(i) if self.waves == 1 else self._next(i + 1, lambda: take(i), self.kernel.n_tiles)
+            following = take(i) if self.waves == 1 else self._next(i + 1, lambda: take(i), self.geometry.n_tiles)
             return i + 1, following, steps
 
         if self.waves > 1:  # with stage 1, as the loop starts with stage 0
-            ticket = lax.cond(self.block < self.kernel.n_blocks, lambda: self.block, lambda: take(jnp.int32(1)))
+            ticket = lax.cond(self.block < self.geometry.n_blocks, lambda: self.block, lambda: take(jnp.int32(1)))
         self._while_there_are(one, ticket)
 
     def _next(self, i, take, most):
         """Returns the next ticket of a block that has done `i` tiles, or one that ends it if it has had its share."""
-        wave = lax.div(self.block, jnp.int32(self.kernel.n_blocks))
-        return lax.cond(i < share(wave, self.waves, most), take, lambda: jnp.int32(self.kernel.n_tiles))
+        wave = lax.div(self.block, jnp.int32(self.geometry.n_blocks))
+        return lax.cond(i < share(wave, self.waves, most), take, lambda: jnp.int32(self.geometry.n_tiles))
 
     def _each_on_arrival(self, work, look_up):
         """Works by tickets in order of arrival: also the first one is of the counter."""
-        most = most_on_arrival(self.kernel.n_tiles, self.kernel.n_blocks)
+        most = most_on_arrival(self.geometry.n_tiles, self.geometry.n_blocks)
 
         def take():
             return tickets.of_first_lane(tickets.take_ticket(self.counter))
@@ -282,7 +285,7 @@ class BlockTiles:
 
     def _while_there_are(self, one, first):
         """Does `i, ticket, steps = one((i, ticket, steps))` while there is a tile for the ticket, which is `first` at first."""
-        count, *_ = self._while(lambda carry: carry[1] < self.kernel.n_tiles, one, (jnp.int32(0), first, jnp.int32(0)))
+        count, *_ = self._while(lambda carry: carry[1] < self.geometry.n_tiles, one, (jnp.int32(0), first, jnp.int32(0)))
         self._say(count, [jnp.int32(-1)])
 
     def _while(self, condition, body, carry):
@@ -293,7 +296,7 @@ class BlockTiles:
         def step(_, carry):
             return lax.cond(condition(carry), body, lambda carry: carry, carry)
 
-        return lax.fori_loop(0, most_on_arrival(self.kernel.n_tiles, self.kernel.n_blocks), step, carry)
+        return lax.fori_loop(0, most_on_arrival(self.geometry.n_tiles, self.geometry.n_blocks), step, carry)
 
     def _say(self, i, values):
         """Tells the other warpgroups the number and the facts of tile `i` of this block; a number of -1 ends them."""

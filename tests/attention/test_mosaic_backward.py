@@ -785,7 +785,7 @@ configs = st.sampled_from([backward_plan.backward_config(size, size)[1] for size
 
 def plan_of(length, keys, window, config, batch=(1,), names=()):
     size = next(size for size, _ in CONFIGURATIONS if backward_plan.backward_config(size, size)[1] == config)
-    return backward_plan.BackwardKernel(
+    return backward_plan.BackwardGeometry(
         batch=batch,
         query=(length, 4, size),
         key=(keys, 2, size),
@@ -961,7 +961,7 @@ def test_the_cotangent_of_sinks_alone_needs_no_kernel():
     params = {"scale": 0.1, "window": (None, 0), "soft_cap": None, "dropout_rate": 0.0, "precision": None}
     params |= {"deterministic_gradients": True, "wanted": ("sinks",)}
     plan = mosaic.plan(primitive.ATTENTION_VJP.problem(primitive.ATTENTION_VJP, given, params), HOPPER)
-    assert (plan.kernel, plan.describe()) == (None, "XLA, for the sinks alone")
+    assert (plan.geometry, plan.describe()) == (None, "XLA, for the sinks alone")
 
 
 # Which implementation runs, and why.

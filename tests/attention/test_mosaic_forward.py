@@ -34,7 +34,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.forward_pipeline import ForwardScores
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import (
     FoldedRows,
     ForwardConfig,
-    ForwardKernel,
+    ForwardGeometry,
     ForwardTiles,
     Pages,
     forward_config,
@@ -183,7 +183,7 @@ def with_shared_memory(shared_memory=HOPPER.shared_memory):
 
 def test_every_configuration_fits_into_shared_memory():
     for plan in with_shared_memory():
-        assert plan.kernel.shared_memory <= HOPPER.shared_memory
+        assert plan.geometry.shared_memory <= HOPPER.shared_memory
 
 
 def test_what_does_not_fit_into_shared_memory_is_refused():
@@ -518,7 +518,7 @@ def test_very_many_tiles_lower_for_cuda():
 def plan_of(length, keys, window, config, batch=(2,), names=(), **more):
     shapes = {"batch": batch, "query": (length, 4, 64), "key": (keys, 2, 64), "value_size": 64}
     options = {"scale": 0.125, "window": window, "soft_cap": None, "dropout_rate": 0.0, "multiprocessors": 132}
-    return ForwardKernel(**shapes, **options, dtype=jnp.dtype(jnp.bfloat16), names=frozenset(names), config=config, **more)
+    return ForwardGeometry(**shapes, **options, dtype=jnp.dtype(jnp.bfloat16), names=frozenset(names), config=config, **more)
 
 
 sides = st.none() | st.integers(0, 40) | st.integers(0, 700)
@@ -635,7 +635,7 @@ def test_steps_hold_all_that_a_query_sees_and_are_masked_where_one_does_not(leng
         low, high = tiles.seen(tile.lengths, tile.offset, first, ROWS)
         high = jnp.clip(high, tile.low + 1, tile.high)
         low = jnp.clip(low, tile.low, high - 1)
-        is_banded.append(ForwardScores(tiles.kernel, tiles.operands, tile, first).is_banded)
+        is_banded.append(ForwardScores(tiles.geometry, tiles.operands, tile, first).is_banded)
         return tile.low, tile.high, low, high, *tiles.seen_whole(tile, first, ROWS)
 
     groups = range(plan.blocks_q * config.consumers)
@@ -825,7 +825,7 @@ def test_what_the_interpreter_refuses_it_still_refuses(kind):
     config = replace(forward_config(64, 64), ping_pong=kind == "ping-pong")
     array = np.ones((1, 64, 1, 64), jnp.bfloat16)
     plan = make_plan(primitive.ATTENTION, dict.fromkeys(("query", "key", "value"), jax.typeof(array)), dropout_rate=0.5)
-    plan = forward.ForwardPlan(replace(plan.kernel, config=config, dropout_rate=0.0))  # many queries, not few
+    plan = forward.ForwardPlan(replace(plan.geometry, config=config, dropout_rate=0.0))  # many queries, not few
     with pytest.raises(ValueError, match="does not support `inline_mgpu`"):
         kernels.interpreted(lambda array: plan.run(query=array, key=array, value=array), array)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import jaxsoftmax
 from jaxsoftmax._core.target import target_for
 from jaxsoftmax._gpu import schedule
-from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import SIZES, BackwardKernel, backward_config
+from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import SIZES, BackwardGeometry, backward_config
 from jaxsoftmax.ops.attention.mosaic_sm90.common import HOST
 
 from ..support import kernels
@@ -25,7 +25,7 @@ running, blocks, waves = st.integers(1, 5), st.integers(1, 9), st.integers(1, 4)
 
 
 def plan_of(length, keys, window, size, heads, *, deterministic=True, varying=False, soft_cap=None):
-    return BackwardKernel(
+    return BackwardGeometry(
         batch=(1,),
         query=(length, 2 * heads, size),
         key=(keys, heads, size),

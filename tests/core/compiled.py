@@ -145,7 +145,9 @@ def _attention(name, operation, params, dtype, operands, kind=None) -> Iterator[
     if isinstance(plan, Refusal):
         return
     kind = kind or {"paged_attention": "paged", "dot_product_attention_vjp": "backward"}.get(operation.name, "forward")
-    yield Case(f"attention {kind} {name}", (kind, dtype, *_said(plan.kernel)), lambda operands: plan.run(**operands), operands)
+    yield Case(
+        f"attention {kind} {name}", (kind, dtype, *_said(plan.geometry)), lambda operands: plan.run(**operands), operands
+    )
 
 
 def _said(kernel) -> tuple[Any, ...]:

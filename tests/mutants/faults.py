@@ -1076,8 +1076,8 @@ FAULTS = (
     Fault(
         "mosaic attention: queries have slots of bytes",
         f"{_MOSAIC}/forward_pipeline.py",
-        """if self.kernel.config.byte_stages and name != "query" else""",
-        "if self.kernel.config.byte_stages else",
+        """if self.geometry.config.byte_stages and name != "query" else""",
+        "if self.geometry.config.byte_stages else",
         "tests/attention/test_quantized.py -k bytes_are_read_as_they_are",
     ),
     Fault(

@@ -36,9 +36,9 @@ def plan(problem: AttentionProblem, target: Target) -> Plan | Refusal:
     if (reason := _unserved(problem)) is not None:
         return Refusal(reason, lacks_kernel=is_gradient and problem.dtype == jnp.float32)
     result = backward.plan(problem, target) if is_gradient else _plan_attention(problem, target)
-    if isinstance(result, Refusal) or result.kernel is None or result.kernel.shared_memory <= target.shared_memory:
+    if isinstance(result, Refusal) or result.geometry is None or result.geometry.shared_memory <= target.shared_memory:
         return result
-    sizes, needed = f"head sizes {result.kernel.query[2]} and {result.kernel.key[2]}", result.kernel.shared_memory
+    sizes, needed = f"head sizes {result.geometry.query[2]} and {result.geometry.key[2]}", result.geometry.shared_memory
     return Refusal(f"a block for {sizes} needs {needed} bytes of shared memory, and has up to {target.shared_memory}")
 
 
@@ -88,7 +88,7 @@ def _plan_attention(problem: AttentionProblem, target: Target) -> ForwardPlan:
     if not is_stored and not {"key_scale", "value_scale"}.isdisjoint(types):
         prepare.append(dequantised)
         types = jax.eval_shape(dequantised, {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in types.items()})
-    kernel = (decode.plan_decoding if is_few else forward_plan.plan_forward)(types, target, **options)
+    geometry = (decode.shape_decoding if is_few else forward_plan.shape_forward)(types, target, **options)
     n_results = 2 if params.get("return_lse", True) else 1
     plan_type = decode.DecodePlan if is_few else ForwardPlan
-    return plan_type(kernel, tuple(prepare), n_results, params.get("is_partial", False))
+    return plan_type(geometry, tuple(prepare), n_results, params.get("is_partial", False))

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu import schedule
 from jaxsoftmax.ops.attention import key_blocks
-from jaxsoftmax.ops.attention.mosaic_sm90.common import HOST, KERNEL, LOG2E, ROWS, Arithmetic, AttentionKernel, shapes_of
+from jaxsoftmax.ops.attention.mosaic_sm90.common import HOST, KERNEL, LOG2E, ROWS, Arithmetic, AttentionGeometry, shapes_of
 
 SIZES = (64, 128, 256)  # head sizes on chip
 CONSUMERS = 2  # consumer warpgroups
@@ -68,8 +68,8 @@ def backward_config(head_size: int, value_size: int) -> tuple[int, BackwardConfi
 
 
 @dataclass(frozen=True)
-class BackwardKernel(AttentionKernel):
-    """The backward kernel for one problem.
+class BackwardGeometry(AttentionGeometry):
+    """The geometry of the backward kernel for one problem.
 
     A tile is a block of keys of a key head. Its steps are the blocks of queries that see the keys, of all query heads that
     share the key head.
@@ -266,16 +266,16 @@ class BackwardKernel(AttentionKernel):
         return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(128)))
 
 
-def plan_backward(
+def shape_backward(
     types: Mapping[str, Any], target: Target, wanted: Collection[str], is_deterministic: bool, **options: Any
-) -> BackwardKernel:
-    """Plans the kernel for operands of these types, by name, and the cotangents `wanted`.
+) -> BackwardGeometry:
+    """Shapes the kernel for operands of these types, by name, and the cotangents `wanted`.
 
     `options` are those of `AttentionProblem`.
     """
     size, config = backward_config(types["query"].shape[-1], types["value"].shape[-1])
     has_limits = bool({"query_lengths", "key_lengths", "query_offset", "query_segments"} & set(types))
-    return BackwardKernel(
+    return BackwardGeometry(
         **shapes_of(types, target) | {"names": frozenset(types) - {"sinks"}},
         **options,
         config=config,

@@ -22,7 +22,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     ROWS,
     SWIZZLED,
     Arithmetic,
-    AttentionKernel,
+    AttentionGeometry,
     GlobalOperand,
     shapes_of,
 )
@@ -81,9 +81,9 @@ class HeadRows:
         """Returns entry, head and number of heads of rows in that matrix."""
         return entry, head, heads
 
-    def sinks(self, operand, tile, first, kernel):
+    def sinks(self, operand, tile, first, geometry):
         """Loads the sink of the rows, a scalar."""
-        del first, kernel
+        del first, geometry
         return operand[tile.b, tile.head].astype(jnp.float32)
 
 
@@ -115,11 +115,11 @@ class FoldedRows(HeadRows):
     def in_matrix(self, entry, head, heads: int) -> tuple[Any, Any, int]:
         return entry * heads + head, 0, 1
 
-    def sinks(self, operand, tile, first, kernel):
+    def sinks(self, operand, tile, first, geometry):
         """Loads the sinks of the rows. They belong to the first split alone: the others have no sink."""
-        length, heads, _ = kernel.query
+        length, heads, _ = geometry.query
         start = (operand.index(tile.b) * heads + tile.head) * length + first
-        sinks = wgmma.load_product_rows(operand.ref, start, length - first, (ROWS, kernel.config.block_kv))
+        sinks = wgmma.load_product_rows(operand.ref, start, length - first, (ROWS, geometry.config.block_kv))
         return jnp.where(jnp.broadcast_to(tile.split, (ROWS,)) == 0, sinks, -jnp.inf)
 
 
@@ -161,8 +161,11 @@ def padded(size: int) -> int:
 
 
 @dataclass(frozen=True)
-class ForwardKernel(AttentionKernel):
-    """The forward kernel for one problem. A tile is a block of rows of one head, and of one split of the keys."""
+class ForwardGeometry(AttentionGeometry):
+    """The geometry of the forward kernel for one problem.
+
+    A tile is a block of rows of one head, and of one split of the keys.
+    """
 
     config: ForwardConfig
     value_size: int
@@ -319,13 +322,13 @@ class ForwardKernel(AttentionKernel):
         return plgpu.RefUnion(plgpu.SMEM(shape, dtype, transforms=(swizzle,)), whole)
 
 
-def plan_forward(types: Mapping[str, Any], target: Target, **options: Any) -> ForwardKernel:
-    """Plans the kernel for operands of these types, by name; `options` are those of `AttentionProblem`."""
+def shape_forward(types: Mapping[str, Any], target: Target, **options: Any) -> ForwardGeometry:
+    """Shapes the kernel for operands of these types, by name; `options` are those of `AttentionProblem`."""
     query, value_size = types["query"], types["value"].shape[-1]
     config = forward_config(query.shape[-1], value_size, options["window"], query.dtype)
     has_reach = "mask" in types and key_blocks.is_shared(types["mask"])
     shapes = shapes_of(types, target) | {"names": with_tables(types, has_reach)}
-    return ForwardKernel(**shapes, **options, value_size=value_size, config=config)
+    return ForwardGeometry(**shapes, **options, value_size=value_size, config=config)
 
 
 def with_tables(names, has_reach: bool) -> frozenset[str]:
@@ -334,16 +337,16 @@ def with_tables(names, has_reach: bool) -> frozenset[str]:
     return frozenset(names) | {name for name, is_made in made.items() if is_made}
 
 
-def make_tables(kernel: ForwardKernel, operands: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+def make_tables(geometry: ForwardGeometry, operands: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Computes the key blocks that matter to a tile, from segments and from a mask that all heads share, by name.
 
     Key blocks that such a mask hides cost nothing then. A mask of its own for each head would cost as much to look through as
     it saves.
     """
-    lengths, sizes, result = (kernel.query[0], kernel.key[0]), (kernel.block_q, kernel.config.block_kv), {}
-    if "ranges" in kernel.names:
+    lengths, sizes, result = (geometry.query[0], geometry.key[0]), (geometry.block_q, geometry.config.block_kv), {}
+    if "ranges" in geometry.names:
         result["ranges"] = key_blocks.find_segment_spans(operands["query_segments"], operands["key_segments"], *sizes)
-    if "mask_reach" in kernel.names:
+    if "mask_reach" in geometry.names:
         result["mask_reach"] = key_blocks.measure_mask(operands["mask"], lengths, *sizes)
     return result
 
@@ -370,7 +373,7 @@ class ForwardTile:
 class ForwardTiles:
     """The tiles of the forward kernel, by number."""
 
-    kernel: ForwardKernel
+    geometry: ForwardGeometry
     operands: dict[str, GlobalOperand]
 
     def look_up(self, number) -> list[Any]:
@@ -385,42 +388,42 @@ class ForwardTiles:
 
     def tile(self, number, *facts) -> ForwardTile:
         """Returns a tile with the facts that were looked up."""
-        kernel, facts, lengths = self.kernel, list(facts), []
+        geometry, facts, lengths = self.geometry, list(facts), []
         b, head, block, split = self._coordinates(number)
-        for name, size in (("query_lengths", kernel.queries), ("key_lengths", kernel.key[0])):
+        for name, size in (("query_lengths", geometry.queries), ("key_lengths", geometry.key[0])):
             lengths.append(jnp.clip(facts.pop(0), 0, size) if name in self.operands else jnp.int32(size))
         offset = facts.pop(0) if "query_offset" in self.operands else 0
         ranges = facts[:4] if "ranges" in self.operands else []
         shown = []
         if "mask_reach" in self.operands:
-            size = jnp.int32(kernel.config.block_kv)
+            size = jnp.int32(geometry.config.block_kv)
             to_end, from_start = (lax.div(keys + size - 1, size) for keys in facts[-2:])
-            shown = [kernel.blocks_kv - to_end, from_start]
-        low, high = self.seen(lengths, offset, block * kernel.block_q, kernel.block_q)
+            shown = [geometry.blocks_kv - to_end, from_start]
+        low, high = self.seen(lengths, offset, block * geometry.block_q, geometry.block_q)
         for start, end in (limits[:2] for limits in (ranges, shown) if limits):
             low, high = jnp.maximum(low, start), jnp.minimum(high, end)
-        if kernel.splits > 1:
-            low, high = kernel.part(low, high, split, KERNEL)
-        is_empty = False if kernel.splits == 1 else high <= low
+        if geometry.splits > 1:
+            low, high = geometry.part(low, high, split, KERNEL)
+        is_empty = False if geometry.splits == 1 else high <= low
         if is_empty is not False and "sinks" in self.operands:
             is_empty &= split > 0  # the first one starts with the sinks
-        low = jnp.clip(low, 0, kernel.blocks_kv - 1)
-        high = jnp.clip(high, low + 1, kernel.blocks_kv)
+        low = jnp.clip(low, 0, geometry.blocks_kv - 1)
+        high = jnp.clip(high, low + 1, geometry.blocks_kv)
         return ForwardTile(b, head, block, split, lengths, offset, ranges, low, high, is_empty)
 
     def _coordinates(self, number):
         """Returns batch entry, head, block of rows, and split of the keys of a tile."""
-        kernel = self.kernel
-        heads, splits = jnp.int32(kernel.query[1]), jnp.int32(kernel.splits)
-        blocks = jnp.int32(kernel.blocks_q * kernel.splits)
+        geometry = self.geometry
+        heads, splits = jnp.int32(geometry.query[1]), jnp.int32(geometry.splits)
+        blocks = jnp.int32(geometry.blocks_q * geometry.splits)
         pair, part = lax.div(number, blocks), lax.rem(number, blocks)
-        block, split = (part, jnp.int32(0)) if kernel.splits == 1 else (lax.div(part, splits), lax.rem(part, splits))
+        block, split = (part, jnp.int32(0)) if geometry.splits == 1 else (lax.div(part, splits), lax.rem(part, splits))
         return lax.div(pair, heads), lax.rem(pair, heads), block, split
 
     def seen(self, lengths, offset, first, rows):
-        """Returns the key blocks that some of the rows from `first` on see: see `ForwardKernel.seen`."""
-        kernel = self.kernel
-        limits = kernel.seen(lengths, *kernel.rows.queries_from(first, rows, KERNEL), KERNEL, offset)
+        """Returns the key blocks that some of the rows from `first` on see: see `ForwardGeometry.seen`."""
+        geometry = self.geometry
+        limits = geometry.seen(lengths, *geometry.rows.queries_from(first, rows, KERNEL), KERNEL, offset)
         return tuple(map(jnp.int32, limits))
 
     def seen_whole(self, tile, first, rows):
@@ -428,9 +431,9 @@ class ForwardTiles:
 
         The end may be before the start.
         """
-        kernel, (queries, keys), (left, right) = self.kernel, tile.lengths, self.kernel.window
-        size = jnp.int32(kernel.config.block_kv)
-        first, rows = kernel.rows.queries_from(first, rows, KERNEL)
+        geometry, (queries, keys), (left, right) = self.geometry, tile.lengths, self.geometry.window
+        size = jnp.int32(geometry.config.block_kv)
+        first, rows = geometry.rows.queries_from(first, rows, KERNEL)
         low, high, position = jnp.int32(0), lax.div(keys, size), first + tile.offset
         if left is not None:
             low = lax.div(jnp.maximum(position + rows - 1 - left, 0) + size - 1, size)
