@@ -1075,9 +1075,9 @@ FAULTS = (
     ),
     Fault(
         "mosaic attention: queries have slots of bytes",
-        f"{_MOSAIC}/forward_pipeline.py",
-        """if self.geometry.config.byte_stages and name != "query" else""",
-        "if self.geometry.config.byte_stages else",
+        f"{_MOSAIC}/forward_formats.py",
+        'return name[0] if name == "query" else f"{name[0]}_bytes"',
+        'return f"{name[0]}_bytes"',
         "tests/attention/test_quantized.py -k bytes_are_read_as_they_are",
     ),
     Fault(

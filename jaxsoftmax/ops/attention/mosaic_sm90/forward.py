@@ -30,7 +30,14 @@ from jax.experimental import pallas as pl
 from jaxsoftmax._gpu import schedule
 from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax.ops.attention.mosaic_sm90.common import lay_out
-from jaxsoftmax.ops.attention.mosaic_sm90.forward_formats import ByteConverter, PagedCopies, TermCopies, TermSlots
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_formats import (
+    ByteConverter,
+    ByteCopies,
+    PagedByteCopies,
+    PagedCopies,
+    TermCopies,
+    TermSlots,
+)
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_pipeline import ForwardConsumer, ForwardProducer, ForwardSlots, TmaCopies
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardGeometry, ForwardTiles, HeadRows, make_tables
 from jaxsoftmax.ops.attention.operands import INITIAL_RESULTS, OPERANDS, dequantised, without_pages
@@ -157,7 +164,8 @@ def _kernel(geometry: ForwardGeometry, records, waves, refs, results, **memory) 
 
 def _producers(geometry, operands, slots):
     """Lists what the warpgroups beside the consumers do with a tile."""
-    kind = TermCopies if geometry.config.has_terms else TmaCopies if geometry.pages is None else PagedCopies
+    plain, paged = (ByteCopies, PagedByteCopies) if geometry.config.byte_stages else (TmaCopies, PagedCopies)
+    kind = TermCopies if geometry.config.has_terms else plain if geometry.pages is None else paged
     copies, letters = kind(geometry, operands, slots), {1: ["kqv"], 2: ["kq", "v"]}[geometry.config.producers]
     producers = [ForwardProducer(geometry, copies, copied) for copied in letters]
     converted = ("key", "value") if geometry.config.byte_stages else ()

@@ -109,6 +109,12 @@ class TmaCopies:
     geometry: ForwardGeometry
     operands: dict[str, GlobalOperand]
     slots: ForwardSlots
+    IS_ONE_LOOP = False  # all steps of a tile are in one loop, so that the code of a copy is there once, and lowered once
+
+    @property
+    def n_stages(self) -> int:
+        """Number of stages of keys, and of values."""
+        return self.geometry.config.stages
 
     def look_up(self, tile, block) -> list[Any]:
         """Loads what a copy of a key block has to know, a step before: nothing."""
@@ -131,8 +137,8 @@ class TmaCopies:
         self.slots.copy_slabs(letter, slot, copy_slab)
 
     def letter(self, name) -> str:
-        """Returns the name of the slots that an operand is copied to: with 8 bits they are converted from there."""
-        return f"{name[0]}_bytes" if self.geometry.config.byte_stages and name != "query" else name[0]
+        """Returns the name of the slots that an operand is copied to."""
+        return name[0]
 
 
 def visit(tile: ForwardTile, steps, work) -> Any:
@@ -166,7 +172,7 @@ class ForwardProducer:
                 copies.copy("query", consumer, tile, tile.block * geometry.block_q + consumer * ROWS, ROWS, tile.head)
 
         def copy_block(name, i, looked_up):
-            slot = lax.rem(steps + i, jnp.int32(config.byte_stages or config.stages))
+            slot = lax.rem(steps + i, jnp.int32(copies.n_stages))
             first = (tile.high - 1 - i) * config.block_kv
             copies.copy(name, slot, tile, first, config.block_kv, key_head, looked_up)
 
@@ -181,9 +187,9 @@ class ForwardProducer:
                 pl.when(has_values)(lambda: copy_block("value", i - 1, before))
             return following
 
-        if geometry.pages is not None:  # the code of a copy is long: it is there once, and lowered once
-            # Not for float32, whose copies are long too: ptxas spills 16 bytes more, and 1728 us become 1766 on an H100.
-            none = [jnp.int32(0)] * geometry.pages.count_in_block(config.block_kv)
+        if copies.IS_ONE_LOOP:
+            pages: Any = geometry.pages
+            none = [jnp.int32(0)] * pages.count_in_block(config.block_kv)
             lax.fori_loop(0, count + 1, lambda i, before: copy_step(i, before, i < count, i == 0, i > 0), none)
             return
         copy_step(0, [], has_queries=True, has_values=False)
