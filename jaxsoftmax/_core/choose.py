@@ -230,7 +230,8 @@ class Choice:
 
     def decision(self) -> Decision:
         """Returns what `explain` shows of this choice."""
-        operands = self.problem.operands
+        by_name = self.problem.operation.by_name
+        operands = {key: a for key, a in self.problem.operands.items() if key in by_name}  # not what one step hands to the next
         if self.is_reference:
             operands = {key: a.update(dtype=self.problem.dtypes.get(key, a.dtype)) for key, a in operands.items()}
         shown = tuple([f"{a.dtype.name}[{','.join(map(str, a.shape))}]" for a in operands.values()])

@@ -41,27 +41,27 @@ TILE_COST = 1.5  # steps that starting and ending a tile takes
 MOST_WAVES = 4  # waves of blocks of threads: a kernel that is ready within the first seven tiles gets multiprocessors
 
 
-def order(costs: tuple[int, ...], heads: int, group: int) -> np.ndarray:
-    """Returns the order in which tiles are handed out: long ones before short ones, for `group` heads at a time.
+def order(costs: tuple[int, ...], heads: int, n_heads_at_once: int) -> np.ndarray:
+    """Returns the order in which tiles are handed out: long ones before short ones, for `n_heads_at_once` heads at a time.
 
     Tile `head * len(costs) + i` takes `costs[i]` steps. Tiles of one head come together, so that they read its keys from the L2
     cache.
     """
     long_first, head = np.argsort(-np.asarray(costs), stable=True), np.arange(heads)
     tiles = np.add.outer(long_first, head * len(costs))
-    groups = np.broadcast_to(head // group, tiles.shape)
+    groups = np.broadcast_to(head // n_heads_at_once, tiles.shape)
     return tiles.ravel()[np.argsort(groups, None, stable=True)].astype(np.int32)
 
 
 @functools.lru_cache(maxsize=256)
-def schedule(costs: tuple[int, ...], heads: int, group: int, blocks: int) -> np.ndarray:
+def schedule(costs: tuple[int, ...], heads: int, n_heads_at_once: int, blocks: int) -> np.ndarray:
     """Returns the tiles of each block of threads, int32 `[blocks, most + 2]`: their number, the tiles, and what is never used.
 
     Tiles are handed out one by one, in their order, to the block that is free first.
     """
     queue = [(0.0, block) for block in range(blocks)]
     tiles: list[list[int]] = [[] for _ in range(blocks)]
-    for tile in order(costs, heads, group).tolist():
+    for tile in order(costs, heads, n_heads_at_once).tolist():
         free, block = queue[0]
         tiles[block].append(tile)
         heapq.heapreplace(queue, (free + costs[tile % len(costs)] + TILE_COST, block))
@@ -72,8 +72,11 @@ def schedule(costs: tuple[int, ...], heads: int, group: int, blocks: int) -> np.
 
 
 @dataclass(frozen=True)
-class TiledKernel:
-    """A kernel whose work is cut into tiles. Subclasses say what the methods return, and call `_derive` when they are made."""
+class TiledGeometry:
+    """The tiles that the work of a kernel is cut into.
+
+    Subclasses say what the methods return, and call `_derive` when they are made.
+    """
 
     multiprocessors: int
     n_tiles: int = field(init=False)
@@ -90,7 +93,7 @@ class TiledKernel:
         """Counts the steps of each of the tiles of a head."""
         raise NotImplementedError
 
-    def group(self, costs: tuple[int, ...]) -> int:
+    def n_heads_at_once(self, costs: tuple[int, ...]) -> int:
         """Returns the number of heads whose tiles are handed out together."""
         raise NotImplementedError
 
@@ -104,22 +107,22 @@ class TiledKernel:
         return bytes_of(self.scratch())
 
 
-def table(kernel: TiledKernel) -> jax.Array | None:
+def table(geometry: TiledGeometry) -> jax.Array | None:
     """Makes the table of tiles of each block of threads, or by ticket the order of tiles; None if there are very many.
 
     It is a constant of an inner function, as custom_partitioning takes no others.
     """
-    if kernel.n_tiles > MAX_SCHEDULED:
+    if geometry.n_tiles > MAX_SCHEDULED:
         return None
-    costs = kernel.costs()
-    arguments = costs, kernel.n_tiles // len(costs), kernel.group(costs)
-    numbers = order(*arguments) if kernel.by_ticket else schedule(*arguments, kernel.n_blocks)
+    costs = geometry.costs()
+    arguments = costs, geometry.n_tiles // len(costs), geometry.n_heads_at_once(costs)
+    numbers = order(*arguments) if geometry.by_ticket else schedule(*arguments, geometry.n_blocks)
     return jax.jit(lambda: jnp.asarray(numbers))()
 
 
-def waves(kernel: TiledKernel) -> int:
+def waves(geometry: TiledGeometry) -> int:
     """Returns the number of waves of blocks of threads that leaves each block of the last wave a tile on average."""
-    return min(MOST_WAVES, (kernel.n_tiles // kernel.n_blocks).bit_length()) if kernel.by_ticket else 1
+    return min(MOST_WAVES, (geometry.n_tiles // geometry.n_blocks).bit_length()) if geometry.by_ticket else 1
 
 
 def share(wave: Any, waves: int, most: Any) -> Any:
@@ -144,7 +147,7 @@ def bytes_of(scratch: Mapping[str, Any]) -> int:
     return total
 
 
-_SLOTS = 2  # slots in shared memory for the number and the facts of a tile
+_STAGES = 2  # stages in shared memory for the number and the facts of a tile
 
 
 def ticket_memory(words: int, listeners: int, *, in_order: bool = False) -> dict[str, Any]:
@@ -155,11 +158,11 @@ def ticket_memory(words: int, listeners: int, *, in_order: bool = False) -> dict
       listeners: number of warpgroups, or warps, that are told.
       in_order: True if tickets are taken in order of arrival, by one warp.
     """
-    memory = {} if in_order else {"ticket": plgpu.SMEM((_SLOTS, 1), jnp.int32), "ticket_full": plgpu.Barrier()}
+    memory = {} if in_order else {"ticket": plgpu.SMEM((_STAGES, 1), jnp.int32), "ticket_full": plgpu.Barrier()}
     return memory | {
-        "tile": plgpu.SMEM((_SLOTS, words), jnp.int32),
-        "tile_full": plgpu.Barrier(num_barriers=_SLOTS),
-        "tile_empty": plgpu.Barrier(num_arrivals=listeners, num_barriers=_SLOTS),
+        "tile": plgpu.SMEM((_STAGES, words), jnp.int32),
+        "tile_full": plgpu.Barrier(num_barriers=_STAGES),
+        "tile_empty": plgpu.Barrier(num_arrivals=listeners, num_barriers=_STAGES),
     }
 
 
@@ -180,7 +183,7 @@ def most_on_arrival(n_tiles: int, n_blocks: int) -> int:
 class BlockTiles:
     """The tiles of a kernel, as one block of threads gets them."""
 
-    kernel: TiledKernel
+    geometry: TiledGeometry
     block: Any  # number of this block of threads
     table: Any  # of `schedule`, or with tickets of `order`; None to go by number
     memory: dict[str, Any]  # with what `ticket_memory` describes if the block works by tickets
@@ -206,8 +209,8 @@ class BlockTiles:
 
     def _each_scheduled(self, work):
         """Works through the tiles that the table says, or through every `n_blocks`-th one."""
-        table, block, blocks = self.table, self.block, self.kernel.n_blocks
-        count = lax.div(self.kernel.n_tiles - 1 - block, jnp.int32(blocks)) + 1 if table is None else table[block, 0]
+        table, block, blocks = self.table, self.block, self.geometry.n_blocks
+        count = lax.div(self.geometry.n_tiles - 1 - block, jnp.int32(blocks)) + 1 if table is None else table[block, 0]
 
         def number(i):
             return self._number_of(block + i * blocks) if table is None else table[block, i + 1]
@@ -223,11 +226,11 @@ class BlockTiles:
         """Returns the number of the tile that a ticket stands for."""
         if self.table is not None:
             return self.table[ticket]
-        return self.kernel.n_tiles - 1 - ticket if self.last_first else ticket
+        return self.geometry.n_tiles - 1 - ticket if self.last_first else ticket
 
     def _each_taken(self, work, look_up):
         """Works by tickets: a block of the first wave starts with the ticket of its number, and takes another when free."""
-        if self.kernel.n_tiles <= self.kernel.n_blocks:
+        if self.geometry.n_tiles <= self.geometry.n_blocks:
             # There is no next ticket, and no counter, which XLA would set to 0 by a copy each time.
             values = [number := self._number_of(self.block), *look_up(number)]
             self._say(jnp.int32(0), values)
@@ -237,11 +240,11 @@ class BlockTiles:
         counter, memory, ticket = ticket_counter(), self.memory, self.block
 
         def take(i):
-            slot = lax.rem(i, jnp.int32(_SLOTS))
-            tickets.store_scalars(memory["ticket"], slot, [tickets.take_ticket(counter)])
+            stage = lax.rem(i, jnp.int32(_STAGES))
+            tickets.store_scalars(memory["ticket"], stage, [tickets.take_ticket(counter)])
             plgpu.barrier_arrive(memory["ticket_full"])
             plgpu.barrier_wait(memory["ticket_full"])
-            return memory["ticket"][slot, 0] + self.kernel.n_blocks
+            return memory["ticket"][stage, 0] + self.geometry.n_blocks
 
         def one(carry):
             i, ticket, steps = carry
@@ -250,21 +253,21 @@ class BlockTiles:
             self._say(i, values)
             steps = work(self.tile(*values), steps)
             # Not before the work: blocks would have tiles waiting while others, which are done, find none.
-            following = take(i) if self.waves == 1 else self._next(i + 1, lambda: take(i), self.kernel.n_tiles)
+            following = take(i) if self.waves == 1 else self._next(i + 1, lambda: take(i), self.geometry.n_tiles)
             return i + 1, following, steps
 
-        if self.waves > 1:  # with slot 1, as the loop starts with slot 0
-            ticket = lax.cond(self.block < self.kernel.n_blocks, lambda: self.block, lambda: take(jnp.int32(1)))
+        if self.waves > 1:  # with stage 1, as the loop starts with stage 0
+            ticket = lax.cond(self.block < self.geometry.n_blocks, lambda: self.block, lambda: take(jnp.int32(1)))
         self._while_there_are(one, ticket)
 
     def _next(self, i, take, most):
         """Returns the next ticket of a block that has done `i` tiles, or one that ends it if it has had its share."""
-        wave = lax.div(self.block, jnp.int32(self.kernel.n_blocks))
-        return lax.cond(i < share(wave, self.waves, most), take, lambda: jnp.int32(self.kernel.n_tiles))
+        wave = lax.div(self.block, jnp.int32(self.geometry.n_blocks))
+        return lax.cond(i < share(wave, self.waves, most), take, lambda: jnp.int32(self.geometry.n_tiles))
 
     def _each_on_arrival(self, work, look_up):
         """Works by tickets in order of arrival: also the first one is of the counter."""
-        most = most_on_arrival(self.kernel.n_tiles, self.kernel.n_blocks)
+        most = most_on_arrival(self.geometry.n_tiles, self.geometry.n_blocks)
 
         def take():
             return tickets.of_first_lane(tickets.take_ticket(self.counter))
@@ -282,7 +285,7 @@ class BlockTiles:
 
     def _while_there_are(self, one, first):
         """Does `i, ticket, steps = one((i, ticket, steps))` while there is a tile for the ticket, which is `first` at first."""
-        count, *_ = self._while(lambda carry: carry[1] < self.kernel.n_tiles, one, (jnp.int32(0), first, jnp.int32(0)))
+        count, *_ = self._while(lambda carry: carry[1] < self.geometry.n_tiles, one, (jnp.int32(0), first, jnp.int32(0)))
         self._say(count, [jnp.int32(-1)])
 
     def _while(self, condition, body, carry):
@@ -293,27 +296,27 @@ class BlockTiles:
         def step(_, carry):
             return lax.cond(condition(carry), body, lambda carry: carry, carry)
 
-        return lax.fori_loop(0, most_on_arrival(self.kernel.n_tiles, self.kernel.n_blocks), step, carry)
+        return lax.fori_loop(0, most_on_arrival(self.geometry.n_tiles, self.geometry.n_blocks), step, carry)
 
     def _say(self, i, values):
         """Tells the other warpgroups the number and the facts of tile `i` of this block; a number of -1 ends them."""
-        slot = lax.rem(i, jnp.int32(_SLOTS))
-        plgpu.barrier_wait(self.memory["tile_empty"].at[slot])
-        tickets.store_scalars(self.memory["tile"], slot, values)
-        plgpu.barrier_arrive(self.memory["tile_full"].at[slot])
+        stage = lax.rem(i, jnp.int32(_STAGES))
+        plgpu.barrier_wait(self.memory["tile_empty"].at[stage])
+        tickets.store_scalars(self.memory["tile"], stage, values)
+        plgpu.barrier_arrive(self.memory["tile_full"].at[stage])
 
     def _each_told(self, work):
         """Works through the tiles that the producer warpgroup tells of."""
         memory = self.memory
 
         def hear(i):
-            slot = lax.rem(i, jnp.int32(_SLOTS))
-            plgpu.barrier_wait(memory["tile_full"].at[slot])
+            stage = lax.rem(i, jnp.int32(_STAGES))
+            plgpu.barrier_wait(memory["tile_full"].at[stage])
             if self.counter is None:
-                values = [memory["tile"][slot, k] for k in range(memory["tile"].shape[1])]
+                values = [memory["tile"][stage, k] for k in range(memory["tile"].shape[1])]
             else:
-                values = tickets.load_scalars(memory["tile"], slot)
-            plgpu.barrier_arrive(memory["tile_empty"].at[slot])
+                values = tickets.load_scalars(memory["tile"], stage)
+            plgpu.barrier_arrive(memory["tile_empty"].at[stage])
             return values
 
         def one(carry):
@@ -321,6 +324,6 @@ class BlockTiles:
             steps = work(self.tile(*values), steps)
             return i + 1, hear(i + 1), steps
 
-        for slot in range(_SLOTS):
-            plgpu.barrier_arrive(memory["tile_empty"].at[slot])
+        for stage in range(_STAGES):
+            plgpu.barrier_arrive(memory["tile_empty"].at[stage])
         self._while(lambda carry: carry[1][0] >= 0, one, (jnp.int32(0), hear(jnp.int32(0)), jnp.int32(0)))

@@ -22,7 +22,7 @@ from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
 from jaxsoftmax.ops.attention import primitive
 from jaxsoftmax.ops.attention.mosaic_sm90 import decode
 from jaxsoftmax.ops.attention.mosaic_sm90.common import HOST, ROWS
-from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import FoldedRows, ForwardKernel
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import FoldedRows, ForwardGeometry
 
 from ..support import cases, kernels
 from ..support.attention import lowering, values
@@ -90,7 +90,7 @@ def test_splits_are_alike_and_none_is_empty(tiles, blocks, multiprocessors, is_r
 @given(low=st.integers(0, 40), count=st.integers(-9, 300), splits=st.integers(1, 64))
 def test_parts_of_splits_follow_each_other(low, count, splits):
     plan = types.SimpleNamespace(splits=splits)
-    parts = [ForwardKernel.part(plan, low, low + count, split, HOST) for split in range(splits)]
+    parts = [ForwardGeometry.part(plan, low, low + count, split, HOST) for split in range(splits)]
     assert [block for own in parts for block in range(*own)] == list(range(low, low + count))
     assert max((end - start for start, end in parts)) <= max(0, math.ceil(count / splits))
 
@@ -98,7 +98,7 @@ def test_parts_of_splits_follow_each_other(low, count, splits):
 @brute_force
 @given(st.integers(1, 64), st.integers(1, 9), st.integers(1, 700), st.integers(-9, 400), st.integers(0, 300))
 def test_spans_of_folded_rows_hold_all_key_blocks_that_their_queries_see(queries, group, keys, offset, left):
-    kernel = plan_of(lowering.operands((1,), queries, keys, group, 1), window=(left, 0)).kernel
+    kernel = plan_of(lowering.operands((1,), queries, keys, group, 1), window=(left, 0)).geometry
     seen = np.repeat(lowering.window_sees(queries, keys, (left, 0), offset), group, 0)
     for first in range(0, queries * group, kernel.block_q):
         rows = kernel.rows.queries_from(first, kernel.block_q, HOST)
@@ -248,12 +248,12 @@ def test_which_kernel_a_call_goes_to(length, heads, rate, is_few):
     seeds = {"seeds": lowering.shaped(2, heads, 4, dtype="uint32")} if rate else {}
     plan = plan_of(lowering.operands(length=length, heads=heads) | seeds, dropout_rate=rate)
     assert isinstance(plan, decode.DecodePlan) == is_few
-    assert isinstance(plan.kernel.rows, FoldedRows) == is_few
+    assert isinstance(plan.geometry.rows, FoldedRows) == is_few
 
 
 def test_plans_of_few_queries_have_as_many_costs_as_splits():
     operands = lowering.operands((2,), length=3, keys=1000, heads=8, key_heads=2)
-    kernel = plan_of(operands, window=(None, 0)).kernel
+    kernel = plan_of(operands, window=(None, 0)).geometry
     assert (kernel.query, kernel.rows, kernel.splits) == ((12, 2, 64), FoldedRows(4, box=4), 8)
     assert kernel.costs() == (1,) * 8
     kernel = dataclasses.replace(kernel, splits=4)

@@ -785,7 +785,7 @@ configs = st.sampled_from([backward_plan.backward_config(size, size)[1] for size
 
 def plan_of(length, keys, window, config, batch=(1,), names=()):
     size = next(size for size, _ in CONFIGURATIONS if backward_plan.backward_config(size, size)[1] == config)
-    return backward_plan.BackwardKernel(
+    return backward_plan.BackwardGeometry(
         batch=batch,
         query=(length, 4, size),
         key=(keys, 2, size),
@@ -829,7 +829,7 @@ def assert_visits(spans, seen, plan, shown=True):
 def test_tiles_of_a_head_are_handed_out_in_the_order_of_turns(length, keys, window, config, heads, threads):
     plan = plan_of(length, keys, window, config)
     costs = plan.costs()
-    group = plan.group(costs)
+    group = plan.n_heads_at_once(costs)
     order = schedule.order(costs, heads, group).tolist()
     for head in range(heads):
         own = range(head * len(costs), (head + 1) * len(costs))
@@ -893,10 +893,10 @@ def clipped(low, high, whole_from, whole_to):
 @given(lengths, lengths, st.tuples(sides, sides), configs)
 def test_spans_of_a_window_hold_all_that_is_seen_and_turns_count_who_came_before(length, keys, window, config):
     plan = plan_of(length, keys, window, config)
-    spans = [clipped(*plan.span(i, plan.lengths, HOST)) for i in range(plan.blocks_kv)]
+    spans = [clipped(*plan.span(i, HOST)) for i in range(plan.blocks_kv)]
     assert_visits(spans, lowering.window_sees(length, keys, window), plan)
     visited = visits(spans, plan)
-    assert dataclasses.replace(plan, is_deterministic=False).costs() == tuple(plan.groups * visited.sum(1))
+    assert dataclasses.replace(plan, is_deterministic=False).costs() == tuple(plan.heads_per_key_head * visited.sum(1))
     before = np.cumsum(visited, 0) - visited
     for block, query_block in np.argwhere(visited):
         assert block - plan.first_key_block(query_block, HOST) == before[block, query_block]
@@ -961,7 +961,7 @@ def test_the_cotangent_of_sinks_alone_needs_no_kernel():
     params = {"scale": 0.1, "window": (None, 0), "soft_cap": None, "dropout_rate": 0.0, "precision": None}
     params |= {"deterministic_gradients": True, "wanted": ("sinks",)}
     plan = mosaic.plan(primitive.ATTENTION_VJP.problem(primitive.ATTENTION_VJP, given, params), HOPPER)
-    assert (plan.kernel, plan.describe()) == (None, "XLA, for the sinks alone")
+    assert (plan.geometry, plan.describe()) == (None, "XLA, for the sinks alone")
 
 
 # Which implementation runs, and why.

@@ -27,13 +27,14 @@ from jaxsoftmax._gpu import schedule
 from jaxsoftmax.ops.attention import dropout, key_blocks, primitive
 from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
 from jaxsoftmax.ops.attention.mosaic_sm90 import common, forward
+from jaxsoftmax.ops.attention.mosaic_sm90.backward import BackwardPlan
 from jaxsoftmax.ops.attention.mosaic_sm90.common import HOST, ROWS, GlobalOperand, batch_index
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_formats import load_page_numbers
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_pipeline import ForwardScores
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import (
     FoldedRows,
     ForwardConfig,
-    ForwardKernel,
+    ForwardGeometry,
     ForwardTiles,
     Pages,
     forward_config,
@@ -140,7 +141,7 @@ def test_the_registers_of_every_configuration_fit(dtype):
     every = range(8, mosaic.MAX_HEAD_SIZE[dtype] + 1, 8)
     for sizes in itertools.product(every, every):
         config, (size, value_size) = forward_config(*sizes, dtype=dtype), (-(-own // 64) * 64 for own in sizes)
-        assert config.split == (dtype == "float32")
+        assert config.has_terms == (dtype == "float32")
         assert config.own_output or size == value_size  # the output is in the place of the queries
         assert_registers_fit(config)
 
@@ -182,7 +183,7 @@ def with_shared_memory(shared_memory=HOPPER.shared_memory):
 
 def test_every_configuration_fits_into_shared_memory():
     for plan in with_shared_memory():
-        assert plan.kernel.shared_memory <= HOPPER.shared_memory
+        assert plan.geometry.shared_memory <= HOPPER.shared_memory
 
 
 def test_what_does_not_fit_into_shared_memory_is_refused():
@@ -517,7 +518,7 @@ def test_very_many_tiles_lower_for_cuda():
 def plan_of(length, keys, window, config, batch=(2,), names=(), **more):
     shapes = {"batch": batch, "query": (length, 4, 64), "key": (keys, 2, 64), "value_size": 64}
     options = {"scale": 0.125, "window": window, "soft_cap": None, "dropout_rate": 0.0, "multiprocessors": 132}
-    return ForwardKernel(**shapes, **options, dtype=jnp.dtype(jnp.bfloat16), names=frozenset(names), config=config, **more)
+    return ForwardGeometry(**shapes, **options, dtype=jnp.dtype(jnp.bfloat16), names=frozenset(names), config=config, **more)
 
 
 sides = st.none() | st.integers(0, 40) | st.integers(0, 700)
@@ -634,7 +635,7 @@ def test_steps_hold_all_that_a_query_sees_and_are_masked_where_one_does_not(leng
         low, high = tiles.seen(tile.lengths, tile.offset, first, ROWS)
         high = jnp.clip(high, tile.low + 1, tile.high)
         low = jnp.clip(low, tile.low, high - 1)
-        is_banded.append(ForwardScores(tiles.kernel, tiles.operands, tile, first).is_banded)
+        is_banded.append(ForwardScores(tiles.geometry, tiles.operands, tile, first).is_banded)
         return tile.low, tile.high, low, high, *tiles.seen_whole(tile, first, ROWS)
 
     groups = range(plan.blocks_q * config.consumers)
@@ -824,7 +825,7 @@ def test_what_the_interpreter_refuses_it_still_refuses(kind):
     config = replace(forward_config(64, 64), ping_pong=kind == "ping-pong")
     array = np.ones((1, 64, 1, 64), jnp.bfloat16)
     plan = make_plan(primitive.ATTENTION, dict.fromkeys(("query", "key", "value"), jax.typeof(array)), dropout_rate=0.5)
-    plan = forward.ForwardPlan(replace(plan.kernel, config=config, dropout_rate=0.0))  # many queries, not few
+    plan = forward.ForwardPlan(replace(plan.geometry, config=config, dropout_rate=0.0))  # many queries, not few
     with pytest.raises(ValueError, match="does not support `inline_mgpu`"):
         kernels.interpreted(lambda array: plan.run(query=array, key=array, value=array), array)
 
@@ -856,10 +857,11 @@ PARTS = [("bfloat16", 64, 64), ("bfloat16", 128, 128), ("float16", 72, 40), ("bf
 def of_parts(query, keys, vectors):
     run = functools.partial(values.run_planned, mosaic, primitive.ATTENTION, HOPPER)
     options = {"scale": 0.1, "window": (None, None), "soft_cap": None, "dropout_rate": 0.0}
-    found = None
+    found = (None, None)
     for i, (key, value) in enumerate(zip(keys, vectors, strict=True)):
         part = {"query": query, "key": key, "value": value, "query_offset": jnp.zeros(query.shape[:1], jnp.int32)}
-        found = run(part, **options, is_partial=i + 1 < len(keys), initial=found)
+        part |= {"initial_out": found[0], "initial_lse": found[1]}
+        found = run(part, **options, is_partial=i + 1 < len(keys))
     return found
 
 
@@ -869,6 +871,24 @@ def of_parts(query, keys, vectors):
 def test_rows_that_go_on_from_other_keys_lower_for_cuda(dtype, size, value_size):
     keys, values = [shaped(2, 77, 2, size, dtype=dtype)] * 3, [shaped(2, 77, 2, value_size, dtype=dtype)] * 3
     kernels.lowered_for_cuda(of_parts, shaped(2, 130, 4, size, dtype=dtype), keys, values, kernels=[NAME] * 3)
+
+
+@pytest.mark.parametrize("length", [130, 1])
+def test_plans_of_steps_of_a_ring_follow_from_types_alone(length):
+    given = {name: jax.typeof(array) for name, array in values.arrays(length=length, dtype=jnp.bfloat16).items()}
+    batch, _, heads, size = given["query"].shape
+    out, lse = jax.typeof(jnp.zeros((batch, length, heads, size))), jax.typeof(jnp.zeros((batch, heads, length)))
+    forward_plans, backward_plans = (
+        [make_plan(operation, given | initial, is_partial=True, wanted=("query", "key")) for _ in range(2)]
+        for operation, initial in (
+            (primitive.ATTENTION, {"initial_out": out, "initial_lse": lse}),
+            (primitive.ATTENTION_VJP, {"initial_d_query": out}),
+        )
+    )
+    for kind, (plan, same) in ((forward.ForwardPlan, forward_plans), (BackwardPlan, backward_plans)):
+        assert type(plan) is kind
+        assert plan == same
+        assert hash(plan) == hash(same)
 
 
 @pytest.mark.usefixtures("hollow_kernels")

@@ -78,7 +78,7 @@ REFUSALS = {
     "head size": ((8, 0), {"size": 513}, {}, "head size must be at most 512, got 513 in bfloat16"),
     "value size": ((8, 0), {"value_size": 130, "dtype": "float32"}, {}, "value size must be at most 128, got 130 in float32"),
     "no keys": ((8, 0), {"keys": 0}, {}, r"there must be queries and keys, got shapes \(2, 300, 4, 64\) and \(2, 0, 2, 64\)"),
-    "length": ((8, 0), {"length": 2**30}, {}, "there must be less than 2147418112 rows of scores"),
+    "length": ((8, 0), {"length": 2**30}, {}, "there must be fewer than 2147418112 rows of scores"),
 }
 
 

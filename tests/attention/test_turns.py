@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import jaxsoftmax
 from jaxsoftmax._core.target import target_for
 from jaxsoftmax._gpu import schedule
-from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import SIZES, BackwardKernel, backward_config
+from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import SIZES, BackwardGeometry, backward_config
 from jaxsoftmax.ops.attention.mosaic_sm90.common import HOST
 
 from ..support import kernels
@@ -25,7 +25,7 @@ running, blocks, waves = st.integers(1, 5), st.integers(1, 9), st.integers(1, 4)
 
 
 def plan_of(length, keys, window, size, heads, *, deterministic=True, varying=False, soft_cap=None):
-    return BackwardKernel(
+    return BackwardGeometry(
         batch=(1,),
         query=(length, 2 * heads, size),
         key=(keys, heads, size),
@@ -49,7 +49,7 @@ def turns(plan):
     found = []
     for tile in range(plan.n_tiles):
         head, block = divmod(tile, plan.blocks_kv)
-        low, high, *_ = plan.span(block, plan.lengths, HOST)
+        low, high, *_ = plan.span(block, HOST)
         visited = range(high - 1, low - 1, -1)
         first = [plan.first_key_block(q, HOST) for q in visited]
         found.append([((head, q), block - own) for q, own in zip(visited, first, strict=True)])
@@ -59,7 +59,7 @@ def turns(plan):
 def hand_out(plan):
     """The tiles by their tickets, as the kernel's table has them."""
     costs = plan.costs()
-    return schedule.order(costs, plan.n_tiles // plan.blocks_kv, plan.group(costs)).tolist()
+    return schedule.order(costs, plan.n_tiles // plan.blocks_kv, plan.n_heads_at_once(costs)).tolist()
 
 
 @brute_force
@@ -154,7 +154,7 @@ def test_two_kernels_that_share_a_gpu_get_through_all_tiles(length, keys, size, 
 def test_blocks_that_have_their_tiles_beforehand_may_wait_for_ever():
     """That the checks above can fail: tiles that belong to blocks which do not run are waited for."""
     plan = plan_of(700, 700, (None, None), 64, 3)
-    own = schedule.schedule(plan.costs(), 3, plan.group(plan.costs()), 6)
+    own = schedule.schedule(plan.costs(), 3, plan.n_heads_at_once(plan.costs()), 6)
     assert get_through([Kernel(plan, 6, own)], 6, 0)
     assert not get_through([Kernel(plan, 6, own)], 2, 0)
 

@@ -139,23 +139,14 @@ def attention_cases() -> Iterator[Case]:
 
 
 def _attention(name, operation, params, dtype, operands, kind=None) -> Iterator[Case]:
-    """A case, unless there is no plan for it. `params["initial"]` names the operands from which a step of a ring starts."""
-
-    def planned(operands):
-        present, given = dict(operands), dict(params)
-        if "initial" in given:
-            given["initial"] = tuple(present.pop(name) for name in given["initial"])
-        return attention.plan(operation.problem(operation, present, given), HOPPER), present
-
-    def run(operands):
-        plan, present = planned(operands)
-        return plan.run(**present)
-
-    plan, _ = planned(operands)
+    """A case, unless there is no plan for it."""
+    plan = attention.plan(operation.problem(operation, operands, params), HOPPER)
     if isinstance(plan, Refusal):
         return
     kind = kind or {"paged_attention": "paged", "dot_product_attention_vjp": "backward"}.get(operation.name, "forward")
-    yield Case(f"attention {kind} {name}", (kind, dtype, *_said(plan.kernel)), run, operands)
+    yield Case(
+        f"attention {kind} {name}", (kind, dtype, *_said(plan.geometry)), lambda operands: plan.run(**operands), operands
+    )
 
 
 def _said(kernel) -> tuple[Any, ...]:
@@ -176,7 +167,7 @@ def _said(kernel) -> tuple[Any, ...]:
     said = {name: value for name, value in vars(kernel).items() if name not in numbers}
     said |= {"window": tuple(side is None for side in kernel.window), "soft_cap": kernel.soft_cap is None}
     said |= {"names": tuple(sorted(kernel.names)), "dropout_rate": kernel.dropout_rate > 0}
-    said |= {"groups": kernel.query[1] > kernel.key[1], "is_padded": kernel.query[2] % 64 > 0}
+    said |= {"heads_per_key_head": kernel.query[1] > kernel.key[1], "is_padded": kernel.query[2] % 64 > 0}
     pages = getattr(kernel, "pages", None)
     said |= {"splits": said.get("splits", 1) > 1, "pages": pages and pages.size}
     return tuple(sorted(said.items(), key=lambda item: item[0]))
@@ -213,8 +204,8 @@ def _forward(dtype, size, value_size, feature, kind, counts, byte) -> Iterator[C
     yield from _attention(name, ATTENTION, params, dtype, given)
     if kind == "many" and feature in ("plain", "causal", "everything") and dtype != "float32":
         heads, length, _ = lengths
-        of_ring = given | {"out": shaped(B, length, heads, value_size), "lse": shaped(B, heads, length)}
-        step = params | {"is_partial": True, "initial": ("out", "lse")}
+        of_ring = given | {"initial_out": shaped(B, length, heads, value_size), "initial_lse": shaped(B, heads, length)}
+        step = params | {"is_partial": True}
         yield from _attention(f"{name} step of a ring", ATTENTION, step, dtype, of_ring, "forward, onto")
 
 

@@ -800,7 +800,7 @@ FAULTS = (
     Fault(
         "context parallel: derivatives of gathered keys are not in zigzag order",
         f"{_CONTEXT}/gather.py",
-        "x = reordered(x, sequence.zigzag, axis) if sequence.zigzag else x",
+        "x = to_zigzag(x, sequence.zigzag, axis) if sequence.zigzag else x",
         "pass",
         "tests/attention/test_context_parallel.py -k 'sharded_gives'",
     ),
@@ -947,8 +947,8 @@ FAULTS = (
     Fault(
         "mosaic attention: the kernel for few queries takes dropout",
         f"{_MOSAIC}/__init__.py",
-        """.shape) and not options["dropout_rate"] and params.get("initial") is None""",
-        """.shape) and params.get("initial") is None""",
+        """.shape) and not options["dropout_rate"] and not has_initial""",
+        """.shape) and not has_initial""",
         "tests/attention/test_decode.py -k which_kernel",
     ),
     Fault(
@@ -1048,14 +1048,14 @@ FAULTS = (
     Fault(
         "mosaic attention: each folded row counts as a query",
         f"{_MOSAIC}/forward_plan.py",
-        "queries=n_rows // self.rows.group",
+        "queries=n_rows // self.rows.heads_per_query",
         "queries=n_rows",
         "tests/attention/test_decode.py -k 'folded_operands or sees_nothing'",
     ),
     Fault(
         "mosaic attention: folded rows begin with the query of their number",
         f"{_MOSAIC}/forward_plan.py",
-        "return arithmetic.divide(first, self.group), (n_rows",
+        "return arithmetic.divide(first, self.heads_per_query), (n_rows",
         "return first, (n_rows",
         "tests/attention/test_decode.py -k spans_of_folded_rows",
     ),
@@ -1075,9 +1075,9 @@ FAULTS = (
     ),
     Fault(
         "mosaic attention: queries have slots of bytes",
-        f"{_MOSAIC}/forward_pipeline.py",
-        """if self.kernel.config.byte_stages and name != "query" else""",
-        "if self.kernel.config.byte_stages else",
+        f"{_MOSAIC}/forward_formats.py",
+        'return name[0] if name == "query" else f"{name[0]}_bytes"',
+        'return f"{name[0]}_bytes"',
         "tests/attention/test_quantized.py -k bytes_are_read_as_they_are",
     ),
     Fault(

@@ -48,6 +48,10 @@ MOVING = {operand.name: operand for operand in OPERANDS if operand.name in ("que
 TANGENTS = tuple(operand.called(f"d_{name}") for name, operand in MOVING.items())
 COTANGENTS = tuple(result.called(f"d_{result.name}") for result in RESULTS)
 
+# Results for other keys, with which an implementation merges its own, and the sum of cotangents of queries from other keys, to
+# which it adds. A step of a ring passes them to implementations; the primitives have no such operands.
+INITIAL_RESULTS, INITIAL_D_QUERY = ("initial_out", "initial_lse"), "initial_d_query"
+
 AXES = _OPERANDS | _RESULTS
 AXES |= {f"d_{name}": AXES[name] for name in (*MOVING, *_RESULTS)} | _PAGED
 

@@ -27,6 +27,8 @@ from jaxsoftmax._triton.attention_launch import (
 from jaxsoftmax.ops.attention import dropout, key_blocks
 from jaxsoftmax.ops.attention.operands import (
     AXES,
+    INITIAL_D_QUERY,
+    INITIAL_RESULTS,
     OPERANDS,
     AttentionProblem,
     batch_of,
@@ -69,17 +71,17 @@ class TritonForwardPlan:
         present = {name: array for name, array in operands.items() if array is not None}
         arrays = _in_order(dequantised(without_pages(present) if "page_table" in present else present))
         batch, sizes, dtype = batch_of(arrays), _sizes(arrays), arrays["query"].dtype
-        is_partial, earlier = params.get("is_partial", False), params.get("initial")
+        is_partial, has_initial = params.get("is_partial", False), operands.get("initial_out") is not None
         results = {
             "out": jax.ShapeDtypeStruct(
                 (*batch, sizes.queries, sizes.heads, sizes.value_size),
-                jnp.float32 if is_partial or earlier is not None else dtype,
+                jnp.float32 if is_partial or has_initial else dtype,
             ),
             "lse": jax.ShapeDtypeStruct((*batch, sizes.heads, sizes.queries), jnp.float32),
         }
         out, lse = _launch("forward", self.tiling, self.target, params, arrays, results)
-        if earlier is not None:  # out and lse of the keys before
-            out, lse = merged(earlier, [out, lse])
+        if has_initial:
+            out, lse = merged([operands[name] for name in INITIAL_RESULTS], [out, lse])
             out = out if is_partial else out.astype(dtype)
         return [out, lse][: 2 if params.get("return_lse", True) else 1]
 
@@ -117,7 +119,7 @@ class TritonBackwardPlan:
             computed = _launch(kernel, tiling, self.target, params, arrays | rows, results)
             cotangents |= dict(zip(_BACKWARD[kernel], computed, strict=False))
         cotangents = {name: summed_to(cotangents[name], arrays[name].shape) for name in wanted}
-        if (earlier := params.get("initial")) is not None:  # the sum for queries so far
+        if (earlier := operands.get(INITIAL_D_QUERY)) is not None:
             cotangents["query"] += earlier
         return [cotangents[name] if is_partial else cotangents[name].astype(arrays[name].dtype) for name in wanted]
 
@@ -179,7 +181,7 @@ def _refused_shapes(types: Mapping[str, Any]) -> str | None:
         return f"there must be queries and keys, got shapes {query} and {key} in a batch of {batch}"
     programs = math.prod(batch) * max(query[-2] * query[-3], key[-2] * key[-3])
     if max(query[-3], key[-3]) >= 2**30 or programs >= 2**31 - 2**16:
-        return f"there must be less than {2**31 - 2**16} rows of scores, and keys, got shapes {query} and {key}"
+        return f"there must be fewer than {2**31 - 2**16} rows of scores, and keys, got shapes {query} and {key}"
     return None
 
 

@@ -46,13 +46,14 @@ LARGEST_TILE = 2**26
 ROWS, COLS = 0, 1  # the axes of the scores
 
 
-def dot_product_attention(*, return_lse=True, is_partial=False, initial=None, **arguments):
+def dot_product_attention(*, return_lse=True, is_partial=False, initial_out=None, initial_lse=None, **arguments):
     """Computes `[out, lse]`, or `[out]` without `return_lse`.
 
     Args:
       return_lse: True to return lse too.
       is_partial: True if out is one of several that are merged: it is not rounded to the dtype of the queries.
-      initial: `(out, lse)` of other keys, with which the results are merged, or None.
+      initial_out: out of other keys, with which the results are merged, or None.
+      initial_lse: lse of those keys, or None.
       **arguments: operands by name, and parameters of the primitive.
     """
     attention = _TiledAttention(dequantised(arguments, accumulator(arguments["query"].dtype)))
@@ -90,7 +91,8 @@ def dot_product_attention(*, return_lse=True, is_partial=False, initial=None, **
         state = online.State(*pushed[:2], online.rescale(state, pushed.m).o)
     state = online.finish(state)
     out, lse = _heads_last(state.o if out is None else out), lax.collapse(state.m, -3, -1)
-    out, lse = (out, lse) if initial is None else merged(initial, (out, lse))
+    if initial_out is not None:
+        out, lse = merged((initial_out, initial_lse), (out, lse))
     out = out if is_partial else out.astype(attention["query"].dtype)
     return [out, lse] if return_lse else [out]
 
@@ -140,14 +142,14 @@ def dot_product_attention_jvp(*, is_partial=False, **arguments):
     return [_heads_last(dout).astype(attention["query"].dtype), lax.collapse(dlse, -3, -1)]
 
 
-def dot_product_attention_vjp(*, wanted, is_partial=False, initial=None, **arguments):
+def dot_product_attention_vjp(*, wanted, is_partial=False, initial_d_query=None, **arguments):
     """Computes the cotangents of the `wanted` operands.
 
     Args:
       wanted: names of operands, some of `MOVING`.
       is_partial: True if the keys are a part of the keys that out and lse belong to. The cotangents of queries, keys and values
         are then terms of sums, in the dtype of the arithmetic, and the one of queries must still be multiplied by `scale`.
-      initial: such a cotangent of the queries from other keys, to which the one of these keys is added, or None.
+      initial_d_query: such a cotangent of the queries from other keys, to which the one of these keys is added, or None.
       **arguments: operands, out, lse and the cotangents dout and dlse by name, where one of the cotangents may be None, and
         parameters of the primitive.
 
@@ -171,7 +173,8 @@ def dot_product_attention_vjp(*, wanted, is_partial=False, initial=None, **argum
     if "query" in sums and not is_partial:
         sums["query"] *= attention.scale
     results = [_ungrouped(name, sums[name], arguments[name].shape) for name in wanted]
-    results = [initial + x if initial is not None and name == "query" else x for x, name in zip(results, wanted, strict=True)]
+    if initial_d_query is not None:
+        results = [initial_d_query + x if name == "query" else x for x, name in zip(results, wanted, strict=True)]
     return [x if is_partial else x.astype(arguments[name].dtype) for x, name in zip(results, wanted, strict=True)]
 
 

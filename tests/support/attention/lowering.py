@@ -111,10 +111,14 @@ REFUSALS = {
     "no queries": (operands(length=0), {}, r"there must be queries and keys, got shapes \(2, 0, 4, 64\) and \(2, 300, 2, 64\)"),
     "no keys": (operands(keys=0), {}, r"there must be queries and keys, got shapes .* and \(2, 0, 2, 64\)"),
     "no batch": (operands(batch=(0,)), {}, r"there must be queries and keys, got shapes \(0, 300, 4, 64\) and"),
-    "too many rows": (operands(batch=(2**16,), length=2**14, heads=2), {}, "there must be less than 2147418112 rows of scores"),
-    "no scale": (operands(), {"scale": 0}, r"scale must be positive, got 0\.0"),
-    "negative scale": (operands(), {"scale": -0.5}, r"scale must be positive, got -0\.5"),
-    "tiny scale": (operands(), {"scale": 1e-40}, "scale must be positive, got 1e-40"),
+    "too many rows": (
+        operands(batch=(2**16,), length=2**14, heads=2),
+        {},
+        "there must be fewer than 2147418112 rows of scores",
+    ),
+    "no scale": (operands(), {"scale": 0}, r"scale must be a normal number above 0 in float32, got 0\.0"),
+    "negative scale": (operands(), {"scale": -0.5}, r"scale must be a normal number above 0 in float32, got -0\.5"),
+    "tiny scale": (operands(), {"scale": 1e-40}, "scale must be a normal number above 0 in float32, got 1e-40"),
     "bias of float8": (
         operands() | {"bias": shaped(300, 300, dtype="float8_e4m3fn")},
         {},
@@ -124,7 +128,7 @@ REFUSALS = {
     "too many keys": (
         operands(batch=(2**16,), length=1, keys=2**15, heads=2, key_heads=1),
         {},
-        r"less than 2147418112 rows of scores, and keys, got 131072 and 2147483648",
+        r"fewer than 2147418112 rows of scores, and keys, got 131072 and 2147483648",
     ),
 }
 

@@ -17,7 +17,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import HOST, LOG2E
 
 def played(plan, given):
     """Computes what the kernel of a plan does."""
-    group, pages = plan.rows.group, plan.pages
+    group, pages = plan.rows.heads_per_query, plan.pages
     named = {name: np.asarray(array) for name, array in given.items()}
 
     def whole(name, *axes):
@@ -94,7 +94,11 @@ def types_of(plan, dtype):
     own = math.prod(plan.batch), heads, plan.splits, rows
     if plan.splits > 1:
         return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*own, size), own, own)]
-    shape = (own[0], plan.queries, heads * plan.rows.group, size) if plan.rows.box is not None else (own[0], heads, rows, size)
+    shape = (
+        (own[0], plan.queries, heads * plan.rows.heads_per_query, size)
+        if plan.rows.box is not None
+        else (own[0], heads, rows, size)
+    )
     return [jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(own, jnp.float32)]
 
 

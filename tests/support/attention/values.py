@@ -255,17 +255,18 @@ def check_parts(
     def in_parts(given, d_out, d_lse):
         split = {n: jnp.split(given[n], count, -3) for n in ("key", "value")}
         parts = [{n: split[n][i] for n in split} for i in range(count)]
-        results, shared = None, {"query": given["query"]} | offset
+        results, shared = (None, None), {"query": given["query"]} | offset
         for i, part in enumerate(parts):
-            results = forward(shared | part, **options, is_partial=i + 1 < count, initial=results)
+            initial = {"initial_out": results[0], "initial_lse": results[1]}
+            results = forward(shared | part | initial, **options, is_partial=i + 1 < count)
             assert results[0].dtype == (jnp.float32 if i + 1 < count else given["query"].dtype)
         if not wanted:
             return results, []
         shared |= {"d_out": d_out, "d_lse": d_lse} | dict(zip(("out", "lse"), results, strict=True))
         query, of_keys = jnp.zeros(given["query"].shape, jnp.float32), []
         for part in parts:
-            more = {"wanted": wanted, "is_partial": True, "initial": query}
-            query, *own = backward(shared | part, **options, **more)
+            more = {"initial_d_query": query}
+            query, *own = backward(shared | part | more, **options, wanted=wanted, is_partial=True)
             of_keys.append(own)
         found = [options["scale"] * query, *(jnp.concatenate(own, -3) for own in zip(*of_keys, strict=True))]
         assert {x.dtype for x in found} == {np.dtype(np.float32)}

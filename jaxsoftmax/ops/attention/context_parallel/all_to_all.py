@@ -23,7 +23,7 @@ from jax import lax
 from jaxsoftmax._core.operation import Operation
 from jaxsoftmax.ops.attention import primitive
 from jaxsoftmax.ops.attention.context_parallel.cut import OF_BOTH
-from jaxsoftmax.ops.attention.context_parallel.order import ordered, reordered
+from jaxsoftmax.ops.attention.context_parallel.order import from_zigzag, to_zigzag
 from jaxsoftmax.ops.attention.context_parallel.shard import AttentionShard
 from jaxsoftmax.ops.attention.operands import AXES
 
@@ -71,8 +71,8 @@ def _to_heads(shard, name, x):
         size = x.shape[head] // queries.devices
         x = lax.dynamic_slice_in_dim(x, queries.index * size, size, head)
     if (order := queries.zigzag) is not None:
-        x = x if sequence is None else ordered(x, order, sequence)
-        x = ordered(x, order, x.ndim - 1) if name in OF_BOTH and x.shape[-1] > 1 else x
+        x = x if sequence is None else from_zigzag(x, order, sequence)
+        x = from_zigzag(x, order, x.ndim - 1) if name in OF_BOTH and x.shape[-1] > 1 else x
     return x
 
 
@@ -80,8 +80,8 @@ def _from_heads(shard, name, x):
     """Returns a result, or the cotangent of an operand, for this device's part of the sequence and all heads."""
     queries, (head, sequence) = shard.sequences.queries, _head_and_sequence(shard, name, x)
     if (order := queries.zigzag) is not None:
-        x = x if sequence is None else reordered(x, order, sequence)
-        x = reordered(x, order, x.ndim - 1) if name in OF_BOTH and x.shape[-1] > 1 else x
+        x = x if sequence is None else to_zigzag(x, order, sequence)
+        x = to_zigzag(x, order, x.ndim - 1) if name in OF_BOTH and x.shape[-1] > 1 else x
     if not queries.axes:
         return x
     if head is not None and sequence is not None:

@@ -24,6 +24,7 @@ from jaxsoftmax.ops.attention.context_parallel import cut
 from jaxsoftmax.ops.attention.context_parallel.cut import OF_BOTH, OF_KEYS, OF_QUERIES
 from jaxsoftmax.ops.attention.context_parallel.shard import AttentionShard, add_named
 from jaxsoftmax.ops.attention.context_parallel.visible import AttentionPart
+from jaxsoftmax.ops.attention.operands import INITIAL_D_QUERY, INITIAL_RESULTS
 
 MOST_UNROLLED = 16  # steps that are written out; each traces and lowers a kernel call
 
@@ -124,7 +125,7 @@ def _columns(shard, x, part, places):
     return jnp.concatenate(columns, at)
 
 
-def _attend_by_lengths(shard, part, keys, operands, *, initial, **options):
+def _attend_by_lengths(shard, part, keys, operands, **options):
     """Attends to halves of keys: early and late queries are entries of a batch, and a length says how many keys each sees.
 
     The entries share the keys, and nothing is copied. (Forward on an H100, 16384 queries and keys, head size 128: 1812 us
@@ -135,8 +136,9 @@ def _attend_by_lengths(shard, part, keys, operands, *, initial, **options):
     lengths = jnp.where(is_behind, np.array([size // 2] * 2, np.int32), np.array([0, size], np.int32))
     operands["key_lengths"] = lengths.reshape(*(1,) * at, 2)
     names = ("out", "lse")
-    before = [cut.split_pieces(name, jnp.squeeze(x, at), 2, at) for name, x in zip(names, initial, strict=True)]
-    results = shard.run(primitive.ATTENTION, operands, part.window, initial=before, **options)
+    for name, initial in zip(names, INITIAL_RESULTS, strict=True):
+        operands[initial] = cut.split_pieces(name, jnp.squeeze(operands[initial], at), 2, at)
+    results = shard.run(primitive.ATTENTION, operands, part.window, **options)
     return [jnp.expand_dims(cut.join_pieces(name, x, at), at) for name, x in zip(names, results, strict=True)]
 
 
@@ -207,10 +209,8 @@ def add_cotangents(shard: AttentionShard, wanted: Sequence[str], sums, keys: Key
     for part in parts:
         names = tuple([name for name in wanted if name != "sinks" or (has_sinks and "sinks" not in sums)])
         # Kernels add to the sum of the queries in place.
-        options: dict[str, Any] = {"wanted": names, "is_partial": True}
-        if "query" in names:
-            options["initial"] = cut.take_pieces(sums["query"], part.queries, at)
-        results = attend(shard, primitive.ATTENTION_VJP, part, keys, **options) if names else ()
+        extra = {INITIAL_D_QUERY: cut.take_pieces(sums["query"], part.queries, at)} if "query" in names else {}
+        results = attend(shard, primitive.ATTENTION_VJP, part, keys, extra, wanted=names, is_partial=True) if names else ()
         for name, x in zip(names, results, strict=True):
             if name == "bias":
                 sums[name] = _with_columns(shard, sums[name], x.astype(shard.sum_dtype), part, keys.device)

@@ -20,7 +20,7 @@ from jaxsoftmax.ops.attention import primitive
 from jaxsoftmax.ops.attention.context_parallel import attend, cut
 from jaxsoftmax.ops.attention.context_parallel.attend import KeyShard
 from jaxsoftmax.ops.attention.context_parallel.cut import EVERYTHING, OF_BOTH, OF_KEYS
-from jaxsoftmax.ops.attention.context_parallel.order import ordered, reordered
+from jaxsoftmax.ops.attention.context_parallel.order import from_zigzag, to_zigzag
 from jaxsoftmax.ops.attention.context_parallel.shard import AttentionShard, add_named
 from jaxsoftmax.ops.attention.context_parallel.visible import AttentionPart
 
@@ -51,7 +51,7 @@ def cotangents(shard: AttentionShard, wanted: Sequence[str]) -> list[jax.Array]:
 
     def in_order(name):
         x = sums[name]
-        return reordered(x, order, x.ndim - 1) if name == "bias" and order and x.shape[-1] > 1 else x
+        return to_zigzag(x, order, x.ndim - 1) if name == "bias" and order and x.shape[-1] > 1 else x
 
     return [attend.finish_cotangent(shard, name, in_order(name)) for name in wanted]
 
@@ -67,10 +67,10 @@ def _gathered(shard) -> tuple[AttentionShard, KeyShard]:
         if name in OF_KEYS:
             axis = cut.sequence_axis(name, x)
             x = lax.all_gather(x, sequence.axes, axis=axis, tiled=True) if sequence.axes else x
-            x = ordered(x, sequence.zigzag, axis) if sequence.zigzag else x
+            x = from_zigzag(x, sequence.zigzag, axis) if sequence.zigzag else x
             keys[name] = jnp.expand_dims(x, shard.n_batch_axes)
         elif name in OF_BOTH and sequence.zigzag and x.shape[-1] > 1:
-            of_both[name] = ordered(x, sequence.zigzag, x.ndim - 1)
+            of_both[name] = from_zigzag(x, sequence.zigzag, x.ndim - 1)
     return shard.replacing(**of_both), KeyShard(keys, None)
 
 
@@ -80,5 +80,5 @@ def _scattered(shard, x):
     If all devices have all keys, their sum is left to `AttentionShard.summed`.
     """
     axis, sequence = shard.n_batch_axes + 1, shard.sequences.keys
-    x = reordered(x, sequence.zigzag, axis) if sequence.zigzag else x
+    x = to_zigzag(x, sequence.zigzag, axis) if sequence.zigzag else x
     return lax.psum_scatter(x, sequence.axes, scatter_dimension=axis, tiled=True) if sequence.axes else x

@@ -44,7 +44,7 @@ def zigzag(x: ArrayLike, n: int, axis: int = 0) -> jax.Array:
       [ 0  1 14 15  2  3 12 13  4  5 10 11  6  7  8  9]
     """
     x, n, axis = _checked("zigzag", x, n, axis)
-    return reordered(x, n, axis)
+    return to_zigzag(x, n, axis)
 
 
 def unzigzag(x: ArrayLike, n: int, axis: int = 0) -> jax.Array:
@@ -74,16 +74,16 @@ def unzigzag(x: ArrayLike, n: int, axis: int = 0) -> jax.Array:
       True
     """
     x, n, axis = _checked("unzigzag", x, n, axis)
-    return ordered(x, n, axis)
+    return from_zigzag(x, n, axis)
 
 
-def reordered(x: Any, n: int, axis: int) -> Any:
+def to_zigzag(x: Any, n: int, axis: int) -> Any:
     """Reorders an array as `zigzag` does, without checks."""
     early, late = jnp.split(x.reshape(*x.shape[:axis], 2 * n, -1, *x.shape[axis + 1 :]), 2, axis)
     return jnp.stack([early, jnp.flip(late, axis)], axis + 1).reshape(x.shape)
 
 
-def ordered(x: Any, n: int, axis: int) -> Any:
+def from_zigzag(x: Any, n: int, axis: int) -> Any:
     """Restores the order of an array as `unzigzag` does, without checks."""
     early, late = jnp.split(x.reshape(*x.shape[:axis], n, 2, -1, *x.shape[axis + 1 :]), 2, axis + 1)
     return jnp.concatenate([early, jnp.flip(late, axis)], axis).reshape(x.shape)

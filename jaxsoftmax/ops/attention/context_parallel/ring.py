@@ -37,6 +37,7 @@ from jaxsoftmax.ops.attention.context_parallel.attend import KeyShard
 from jaxsoftmax.ops.attention.context_parallel.cut import EVERYTHING, SequenceCut
 from jaxsoftmax.ops.attention.context_parallel.shard import AttentionShard, add_named, without_sinks
 from jaxsoftmax.ops.attention.context_parallel.visible import AttentionPart, RingSchedule
+from jaxsoftmax.ops.attention.operands import INITIAL_RESULTS
 
 _COMBINED_BYTES = 30 << 20  # bytes that XLA sends by one collective, unless XLA_FLAGS has another number
 
@@ -59,15 +60,15 @@ def attention(shard: AttentionShard) -> list[jax.Array]:
 
     def compute(state, keys, parts, shift):
         for part in parts:
-            options, extra = {}, None
+            extra = {}
             if state is not None:
-                options = {"initial": [cut.take_pieces(x, part.queries, at) for x in state]}
+                parts_of_state = [cut.take_pieces(x, part.queries, at) for x in state]
+                extra = dict(zip(INITIAL_RESULTS, parts_of_state, strict=True))
             elif sinks is not None:
                 extra = {"sinks": jnp.expand_dims(sinks, at)}
             # The last call rounds the output itself, if it has all queries.
             is_last = shift == last.shift and part == last.parts[-1] and part.queries == EVERYTHING and not shard.is_partial
-            options |= {"return_lse": True, "is_partial": not is_last}
-            results = attend.attend(shard, primitive.ATTENTION, part, keys, extra, **options)
+            results = attend.attend(shard, primitive.ATTENTION, part, keys, extra, return_lse=True, is_partial=not is_last)
             if state is None:
                 state = results
             else:

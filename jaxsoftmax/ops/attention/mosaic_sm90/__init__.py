@@ -17,7 +17,7 @@ from jaxsoftmax._core.implementation import Plan, Refusal
 from jaxsoftmax._core.target import Target
 from jaxsoftmax.ops.attention.mosaic_sm90 import backward, decode, forward_plan
 from jaxsoftmax.ops.attention.mosaic_sm90.forward import ForwardPlan
-from jaxsoftmax.ops.attention.operands import AttentionProblem, dequantised, without_pages
+from jaxsoftmax.ops.attention.operands import INITIAL_RESULTS, AttentionProblem, dequantised, without_pages
 
 MAX_HEAD_SIZE = {"float16": 256, "bfloat16": 256, "float32": 128}  # shared memory has two terms of a float32 element
 DTYPES = tuple(MAX_HEAD_SIZE)
@@ -36,9 +36,9 @@ def plan(problem: AttentionProblem, target: Target) -> Plan | Refusal:
     if (reason := _refused_problem(problem)) is not None:
         return Refusal(reason, lacks_kernel=is_gradient and problem.dtype == jnp.float32)
     result = backward.plan(problem, target) if is_gradient else _plan_attention(problem, target)
-    if isinstance(result, Refusal) or result.kernel is None or result.kernel.shared_memory <= target.shared_memory:
+    if isinstance(result, Refusal) or result.geometry is None or result.geometry.shared_memory <= target.shared_memory:
         return result
-    sizes, needed = f"head sizes {result.kernel.query[2]} and {result.kernel.key[2]}", result.kernel.shared_memory
+    sizes, needed = f"head sizes {result.geometry.query[2]} and {result.geometry.key[2]}", result.geometry.shared_memory
     return Refusal(f"a block for {sizes} needs {needed} bytes of shared memory, and has up to {target.shared_memory}")
 
 
@@ -65,27 +65,30 @@ def _refused_problem(problem: AttentionProblem) -> str | None:
     if not (rows and keys):
         return f"there must be queries and keys, got shapes {query} and {key} in a batch of {batch}"
     if max(rows, keys) >= _MAX_ROWS:
-        return f"there must be less than {_MAX_ROWS} rows of scores, and keys, got {rows} and {keys}"
+        return f"there must be fewer than {_MAX_ROWS} rows of scores, and keys, got {rows} and {keys}"
     scale = problem.params["scale"]
     if not (math.isfinite(scale) and scale >= np.finfo(np.float32).tiny):
-        return f"scale must be positive, got {scale}"
+        return f"scale must be a normal number above 0 in float32, got {scale}"
     return None
 
 
 def _plan_attention(problem: AttentionProblem, target: Target) -> ForwardPlan:
     """Plans the forward kernel, for few queries that of decoding, and what XLA does to operands before it."""
     params, options = problem.params, problem.options
-    types: Mapping[str, Any] = problem.operands
+    types: Mapping[str, Any] = problem.types
     prepare: list[Callable[..., Any]] = []
-    if "page_table" in types and not decode.serves_pages(types):
-        prepare.append(without_pages)
-        types = problem.types
-    is_few = decode.serves(types["query"].shape) and not options["dropout_rate"] and params.get("initial") is None
+    if "page_table" in problem.operands:
+        if decode.serves_pages(problem.operands):
+            types = problem.operands
+        else:
+            prepare.append(without_pages)
+    has_initial = not set(INITIAL_RESULTS).isdisjoint(problem.operands)
+    is_few = decode.serves(types["query"].shape) and not options["dropout_rate"] and not has_initial
     is_stored = "page_table" in types or (is_few and decode.serves_as_stored(*(types[n] for n in ("query", "key", "value"))))
     if not is_stored and not {"key_scale", "value_scale"}.isdisjoint(types):
         prepare.append(dequantised)
         types = jax.eval_shape(dequantised, {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in types.items()})
-    kernel = (decode.plan_decoding if is_few else forward_plan.plan_forward)(types, target, **options)
+    geometry = (decode.shape_decoding if is_few else forward_plan.shape_forward)(types, target, **options)
     n_results = 2 if params.get("return_lse", True) else 1
     plan_type = decode.DecodePlan if is_few else ForwardPlan
-    return plan_type(kernel, tuple(prepare), n_results, params.get("is_partial", False), params.get("initial"))
+    return plan_type(geometry, tuple(prepare), n_results, params.get("is_partial", False))

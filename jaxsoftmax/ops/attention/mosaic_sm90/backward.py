@@ -42,9 +42,16 @@ from jaxsoftmax.ops.attention.mosaic_sm90.backward_pipeline import (
     HalfConsumer,
     WeightsConsumer,
 )
-from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import ADDERS, CONSUMERS, BackwardKernel, plan_backward
+from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import ADDERS, CONSUMERS, BackwardGeometry, shape_backward
 from jaxsoftmax.ops.attention.mosaic_sm90.common import KERNEL, ROWS, lay_out
-from jaxsoftmax.ops.attention.operands import OPERANDS, AttentionProblem, cotangents_of_rows, cotangents_of_sinks, summed_to
+from jaxsoftmax.ops.attention.operands import (
+    INITIAL_D_QUERY,
+    OPERANDS,
+    AttentionProblem,
+    cotangents_of_rows,
+    cotangents_of_sinks,
+    summed_to,
+)
 
 _MAX_MASKED = 2**21  # keys whose biases have addresses within 31 bits of each other, for all queries of a step
 
@@ -53,27 +60,29 @@ _MAX_MASKED = 2**21  # keys whose biases have addresses within 31 bits of each o
 class BackwardPlan:
     """Cotangents of attention by the backward kernel."""
 
-    kernel: BackwardKernel | None  # None if the cotangent of the sinks alone is wanted, which needs no kernel
+    geometry: BackwardGeometry | None  # None if the cotangent of the sinks alone is wanted, which needs no kernel
     wanted: tuple[str, ...]  # names of the operands whose cotangents are computed
     window: tuple[int | None, int | None]
     # True if the cotangents, which are parts of sums, stay in float32, and the one of queries is not multiplied by the scale.
     is_partial: bool = False
-    initial: Any = None  # such a part of the cotangent of queries, from other keys, to which the kernel adds. None for 0
     remark = None
 
     def describe(self) -> str:
-        return "XLA, for the sinks alone" if self.kernel is None else self.kernel.describe()
+        return "XLA, for the sinks alone" if self.geometry is None else self.geometry.describe()
 
     def run(self, **operands: jax.Array | None) -> list[jax.Array]:
-        """Computes the cotangents that are wanted, as `xla.dot_product_attention_vjp` does."""
+        """Computes the cotangents that are wanted, as `xla.dot_product_attention_vjp` does.
+
+        The kernel adds to `INITIAL_D_QUERY`, a part of the cotangent of queries from other keys, if it is among the operands.
+        """
         present: Any = {o.name: operands[o.name] for o in OPERANDS if operands.get(o.name) is not None}
         out, lse, d_out, d_lse = (operands.get(name) for name in ("out", "lse", "d_out", "d_lse"))
         d_out, delta = cotangents_of_rows(present, out, lse, d_out, d_lse, self.window)
         cotangents = {}
-        if self.kernel is not None:
-            kernel_operands = {name: present[name] for name in present if name in self.kernel.names}
-            lines = self.kernel.lines(lse, delta)
-            cotangents = launch(self.kernel, kernel_operands, *lines, d_out, self.is_partial, self.initial)
+        if self.geometry is not None:
+            kernel_operands = {name: present[name] for name in present if name in self.geometry.names}
+            lines = self.geometry.lines(lse, delta)
+            cotangents = launch(self.geometry, kernel_operands, *lines, d_out, self.is_partial, operands.get(INITIAL_D_QUERY))
         if "sinks" in self.wanted:
             cotangents["sinks"] = cotangents_of_sinks(present["sinks"], lse, delta)
         sums = [(summed_to(cotangents[name], present[name].shape), present[name].dtype) for name in self.wanted]
@@ -94,40 +103,42 @@ def plan(problem: AttentionProblem, target: Target) -> BackwardPlan | Refusal:
         shape, whole = types["bias"].shape, (*problem.batch, heads, length, keys)
         if shape != whole:
             return Refusal(f"the derivative of a bias that is broadcast, {shape} to {whole}, is summed in any order")
-    kernel = None
+    geometry = None
     if set(wanted) - {"sinks"}:
-        kernel = plan_backward(types, target, wanted, is_deterministic, **problem.options)
-    return BackwardPlan(kernel, tuple(wanted), params["window"], params.get("is_partial", False), params.get("initial"))
+        geometry = shape_backward(types, target, wanted, is_deterministic, **problem.options)
+    return BackwardPlan(geometry, tuple(wanted), params["window"], params.get("is_partial", False))
 
 
-def launch(kernel: BackwardKernel, operands, lse, delta, d_out, is_partial=False, initial=None) -> dict[str, jax.Array]:
-    """Runs the kernel for the whole batch, on operands by name; `lse` and `delta` are those of `BackwardKernel.lines`.
+def launch(
+    geometry: BackwardGeometry, operands, lse, delta, d_out, is_partial=False, initial_d_query=None
+) -> dict[str, jax.Array]:
+    """Runs the kernel for the whole batch, on operands by name; `lse` and `delta` are those of `BackwardGeometry.lines`.
 
-    `is_partial` and `initial` are those of `BackwardPlan`.
+    `is_partial` is that of `BackwardPlan`, and `initial_d_query` what the kernel adds the cotangent of queries to; None for 0.
 
     Returns:
       The cotangents of "query", "key" and "value", and of "bias" if it is wanted, `[*batch, ...]`.
     """
-    tables = {"spans": _spans(kernel, operands)} if kernel.is_varying else {}
-    refs, records = _laid_out(kernel, operands | tables, lse, delta, d_out)
+    tables = {"spans": _spans(geometry, operands)} if geometry.is_varying else {}
+    refs, records = _lay_out(geometry, operands | tables, lse, delta, d_out)
     # In a loop XLA would make one fusion of the kernel and the slices of its operands, and forget what it writes in place.
     large = [name for name in refs if name not in ("lse", "delta")]
     refs.update(zip(large, lax.optimization_barrier([refs[name] for name in large]), strict=True))
-    waves = schedule.waves(kernel) if is_partial else 1  # beside a step of a ring a collective may run
-    if (table := schedule.table(kernel)) is not None:
+    waves = schedule.waves(geometry) if is_partial else 1  # beside a step of a ring a collective may run
+    if (table := schedule.table(geometry)) is not None:
         refs["table"] = table
-    written = _written(kernel, operands, initial)
-    if kernel.is_deterministic and kernel.is_varying:
-        refs["before"] = kernel.turns_before(tables["spans"])
-    types = _result_types(kernel, is_partial)
+    written = _written(geometry, operands, initial_d_query)
+    if geometry.is_deterministic and geometry.is_varying:
+        refs["before"] = geometry.turns_before(tables["spans"])
+    types = _result_types(geometry, is_partial)
     run = kernel_of(
-        functools.partial(_kernel, kernel, records, waves),
+        functools.partial(_kernel, geometry, records, waves),
         out_type=types,
-        grid=(waves * kernel.n_blocks,),
+        grid=(waves * geometry.n_blocks,),
         grid_names=("block",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
-        scratch_types=kernel.scratch(),
+        scratch_types=geometry.scratch(),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
         kernel_name="attention_backward_mosaic",
     )
@@ -140,43 +151,43 @@ def launch(kernel: BackwardKernel, operands, lse, delta, d_out, is_partial=False
     # Not `jax.new_ref`, whose effect custom_partitioning refuses.
     empty = OrderedDict((name, lax.empty(kind.shape, kind.dtype)) for name, kind in types.items())
     written, results = pl.run_state(run_in_place)((written, empty))
-    return _cotangents(kernel, operands, written, results, is_partial)
+    return _cotangents(geometry, operands, written, results, is_partial)
 
 
-def _spans(kernel: BackwardKernel, operands):
+def _spans(geometry: BackwardGeometry, operands):
     """Computes from operands which blocks of queries each block of keys visits."""
     seen = None
     if "mask" in operands:
-        seen = key_blocks.mark_visible(operands["mask"], kernel.lengths, kernel.config.block_q, kernel.block_kv)
-    return kernel.spans(operands, seen)
+        seen = key_blocks.mark_visible(operands["mask"], geometry.lengths, geometry.config.block_q, geometry.block_kv)
+    return geometry.spans(operands, seen)
 
 
-def _whole(kernel: BackwardKernel, array, sizes):
+def _whole(geometry: BackwardGeometry, array, sizes):
     """Returns an operand `[*batch, *sizes]` of the whole batch, with rows and columns as TMA needs them.
 
     Head sizes are padded to 64, 128 or 256, of keys and values both, and lengths to multiples of 8.
     """
-    array = jnp.broadcast_to(array, (*kernel.batch, *sizes)).reshape(-1, *sizes)
-    more = -sizes[0] % 8, kernel.size - sizes[2]
+    array = jnp.broadcast_to(array, (*geometry.batch, *sizes)).reshape(-1, *sizes)
+    more = -sizes[0] % 8, geometry.size - sizes[2]
     return jnp.pad(array, ((0, 0), (0, more[0]), (0, 0), (0, more[1]))) if any(more) else array
 
 
-def _laid_out(kernel: BackwardKernel, operands, lse, delta, d_out):
+def _lay_out(geometry: BackwardGeometry, operands, lse, delta, d_out):
     """Reshapes operands as the kernel addresses them. Rows behind the last are 0: their weights are 1, their products 0."""
-    (length, heads, _), (keys, key_heads, _) = kernel.query, kernel.key
-    value_size, padding = operands["value"].shape[-1], -length % kernel.config.block_q
+    (length, heads, _), (keys, key_heads, _) = geometry.query, geometry.key
+    value_size, padding = operands["value"].shape[-1], -length % geometry.config.block_q
     main = ("query", "key", "value")
-    extras, records = lay_out(kernel.batch, {name: array for name, array in operands.items() if name not in main})
+    extras, records = lay_out(geometry.batch, {name: array for name, array in operands.items() if name not in main})
 
     def line(array):
-        array = jnp.broadcast_to(array, (*kernel.batch, heads, length)).reshape(-1, heads, length)
+        array = jnp.broadcast_to(array, (*geometry.batch, heads, length)).reshape(-1, heads, length)
         return jnp.pad(array, [(0, 0), (0, 0), (0, padding)])
 
     refs = OrderedDict(
-        query=_whole(kernel, operands["query"], kernel.query),
-        key=_whole(kernel, operands["key"], kernel.key),
-        value=_whole(kernel, operands["value"], (keys, key_heads, value_size)),
-        d_out=_whole(kernel, d_out, (length, heads, value_size)),
+        query=_whole(geometry, operands["query"], geometry.query),
+        key=_whole(geometry, operands["key"], geometry.key),
+        value=_whole(geometry, operands["value"], (keys, key_heads, value_size)),
+        d_out=_whole(geometry, d_out, (length, heads, value_size)),
         lse=line(lse),
         delta=line(delta),
         **extras,
@@ -184,64 +195,64 @@ def _laid_out(kernel: BackwardKernel, operands, lse, delta, d_out):
     return refs, records
 
 
-def _written(kernel: BackwardKernel, operands, initial) -> OrderedDict[str, jax.Array]:
+def _written(geometry: BackwardGeometry, operands, d_query) -> OrderedDict[str, jax.Array]:
     """Returns what the kernel writes in place, by name: dQ, to which blocks of keys add, and others."""
-    shape = kernel.batch + kernel.query
-    if initial is None:
-        initial = jnp.zeros(shape, jnp.float32)
-    elif initial.shape != shape:  # queries that entries of the batch share: with the first of them
-        initial = lax.pad(initial, 0.0, [(0, size - part, 0) for size, part in zip(shape, initial.shape, strict=True)])
-    written = OrderedDict(dq=lax.optimization_barrier(_whole(kernel, initial, kernel.query)))  # it may be a slice too
-    if kernel.is_deterministic:
-        turns = math.prod(kernel.batch) * kernel.query[1] * kernel.blocks_q
+    shape = geometry.batch + geometry.query
+    if d_query is None:
+        d_query = jnp.zeros(shape, jnp.float32)
+    elif d_query.shape != shape:  # queries that entries of the batch share: with the first of them
+        d_query = lax.pad(d_query, 0.0, [(0, size - part, 0) for size, part in zip(shape, d_query.shape, strict=True)])
+    written = OrderedDict(dq=lax.optimization_barrier(_whole(geometry, d_query, geometry.query)))  # it may be a slice too
+    if geometry.is_deterministic:
+        turns = math.prod(geometry.batch) * geometry.query[1] * geometry.blocks_q
         written["turns"] = jnp.zeros((turns,), jnp.int32)
-    if kernel.adds_bias:
+    if geometry.adds_bias:
         bias = operands["bias"].shape
         written["dbias"] = jnp.zeros(bias, jnp.float32).reshape(-1, bias[-1])
     return written
 
 
-def _keys_shape(kernel: BackwardKernel) -> tuple[int, ...]:
+def _keys_shape(geometry: BackwardGeometry) -> tuple[int, ...]:
     """Returns the shape of dK and of dV, with rows and columns as TMA needs them."""
-    keys, key_heads, _ = kernel.key
-    return math.prod(kernel.batch), keys + -keys % 8, key_heads, kernel.size
+    keys, key_heads, _ = geometry.key
+    return math.prod(geometry.batch), keys + -keys % 8, key_heads, geometry.size
 
 
-def _result_types(kernel: BackwardKernel, is_partial) -> OrderedDict[str, jax.ShapeDtypeStruct]:
+def _result_types(geometry: BackwardGeometry, is_partial) -> OrderedDict[str, jax.ShapeDtypeStruct]:
     """Returns the types of the results of the kernel, by name."""
-    entries, keys, heads, size = shape = _keys_shape(kernel)
+    entries, keys, heads, size = shape = _keys_shape(geometry)
     if is_partial:  # seen as rows of all heads, for stores from registers: one array, as devices send one
         return OrderedDict(dk_dv=jax.ShapeDtypeStruct((2 * entries * keys, heads * size), jnp.float32))
-    return OrderedDict.fromkeys(("dk", "dv"), jax.ShapeDtypeStruct(shape, kernel.dtype))
+    return OrderedDict.fromkeys(("dk", "dv"), jax.ShapeDtypeStruct(shape, geometry.dtype))
 
 
-def _cotangents(kernel: BackwardKernel, operands, written, results, is_partial) -> dict[str, jax.Array]:
+def _cotangents(geometry: BackwardGeometry, operands, written, results, is_partial) -> dict[str, jax.Array]:
     """Returns the cotangents by name, from what the kernel has written."""
-    (length, _, head_size), keys, value_size = kernel.query, kernel.key[0], operands["value"].shape[-1]
+    (length, _, head_size), keys, value_size = geometry.query, geometry.key[0], operands["value"].shape[-1]
     results = [x.ravel() for x in results.values()]  # flat, so that XLA sees that halves which are put together are the whole
     results, dq, dbias = lax.optimization_barrier((results, written["dq"], written.get("dbias")))
-    dk, dv = (x.reshape(_keys_shape(kernel)) for x in (jnp.split(results[0], 2) if is_partial else results))
-    dq = dq if is_partial else kernel.scale * dq
+    dk, dv = (x.reshape(_keys_shape(geometry)) for x in (jnp.split(results[0], 2) if is_partial else results))
+    dq = dq if is_partial else geometry.scale * dq
     arrays = {"query": dq[:, :length, :, :head_size], "key": dk[:, :keys, :, :head_size], "value": dv[:, :keys, :, :value_size]}
-    cotangents = {name: array.reshape(*kernel.batch, *array.shape[1:]) for name, array in arrays.items()}
-    return cotangents | ({"bias": dbias.reshape(operands["bias"].shape)} if kernel.adds_bias else {})
+    cotangents = {name: array.reshape(*geometry.batch, *array.shape[1:]) for name, array in arrays.items()}
+    return cotangents | ({"bias": dbias.reshape(operands["bias"].shape)} if geometry.adds_bias else {})
 
 
-def _kernel(kernel: BackwardKernel, records, waves, refs, results, **memory) -> None:
+def _kernel(geometry: BackwardGeometry, records, waves, refs, results, **memory) -> None:
     """Divides the work of a block of threads among its warpgroups."""
     operands = {name: replace(record, ref=refs[name]) for name, record in records.items()}
-    shared = kernel, refs | results, operands, memory
+    shared = geometry, refs | results, operands, memory
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-    counter = schedule.ticket_counter() if kernel.is_deterministic else None
+    counter = schedule.ticket_counter() if geometry.is_deterministic else None
     tile = BackwardRole(*shared).tile
-    work = schedule.BlockTiles(kernel, block, refs.get("table"), memory, tile, counter=counter, waves=waves)
-    fewer, more = kernel.config.registers
+    work = schedule.BlockTiles(geometry, block, refs.get("table"), memory, tile, counter=counter, waves=waves)
+    fewer, more = geometry.config.registers
 
     @pl.when(warpgroup == CONSUMERS)
     def _():
         plgpu.set_max_registers(fewer, action="decrease")
         producer = BackwardProducer(*shared)
-        if not kernel.is_deterministic:
+        if not geometry.is_deterministic:
             work.each(producer, lambda number: [])
             return
 
@@ -255,9 +266,9 @@ def _kernel(kernel: BackwardKernel, records, waves, refs, results, **memory) -> 
     @pl.when(warpgroup < CONSUMERS)
     def _():
         plgpu.set_max_registers(more, action="increase")
-        kinds = (WeightsConsumer, DerivativesConsumer) if kernel.config.roles else (HalfConsumer, HalfConsumer)
+        kinds = (WeightsConsumer, DerivativesConsumer) if geometry.config.roles else (HalfConsumer, HalfConsumer)
         kinds[0](*shared, warpgroup).start()
-        if kernel.config.one_program:
+        if geometry.config.one_program:
             work.each(HalfConsumer(*shared, warpgroup))
         else:
             for index, kind in enumerate(kinds):
@@ -271,7 +282,7 @@ class BackwardProducer(BackwardRole):
 
     def __call__(self, tile, steps):
         """Copies what a tile needs; returns the number of steps so far."""
-        first, total = tile.block * self.kernel.block_kv, self.kernel.groups * tile.count
+        first, total = tile.block * self.geometry.block_kv, self.geometry.heads_per_key_head * tile.count
         pl.when(total > 0)(lambda: self._copy_queries(tile, steps, 0))
         self._copy_keys_and_values(tile, first)
         pl.when(total > 0)(lambda: self._copy_cotangents(tile, steps, 0))
@@ -285,12 +296,12 @@ class BackwardProducer(BackwardRole):
 
     def _copy_keys_and_values(self, tile, first):
         """Copies keys and values of a tile, from key `first` on."""
-        refs, memory, kernel = self.refs, self.memory, self.kernel
-        halves, width = memory["k"].shape[0], kernel.part_size
+        refs, memory, geometry = self.refs, self.memory, self.geometry
+        halves, width = memory["k"].shape[0], geometry.part_size
         plgpu.barrier_wait(memory["kv_empty"])
         for half in range(halves):
             rows = pl.ds(first + half * ROWS, ROWS)
-            for part in range(kernel.parts[1]):
+            for part in range(geometry.parts[1]):
                 source = refs["key"].at[tile.b, rows, tile.head, pl.ds(part * width, width)]
                 plgpu.copy_gmem_to_smem(source, memory["k"].at[half, part], memory["k_full"])
         for half in range(halves):
@@ -299,7 +310,7 @@ class BackwardProducer(BackwardRole):
 
     def _copy_queries(self, tile, steps, i):
         """Copies queries and log-sum-exp of step `i` of a tile."""
-        refs, memory, size = self.refs, self.memory, self.kernel.config.block_q
+        refs, memory, size = self.refs, self.memory, self.geometry.config.block_q
         head, block = self.head_and_block(tile, i)
         rows, (stage, _) = pl.ds(block * size, size), self.stages(steps + i)
         full = memory["q_full"].at[stage]
@@ -309,7 +320,7 @@ class BackwardProducer(BackwardRole):
 
     def _copy_cotangents(self, tile, steps, i):
         """Copies output cotangents and delta of step `i` of a tile."""
-        refs, memory, size = self.refs, self.memory, self.kernel.config.block_q
+        refs, memory, size = self.refs, self.memory, self.geometry.config.block_q
         head, block = self.head_and_block(tile, i)
         rows, (_, stage) = pl.ds(block * size, size), self.stages(steps + i)
         plgpu.barrier_wait(memory["do_empty"].at[stage])
@@ -331,20 +342,20 @@ class TurnAdder(BackwardRole):
 
     def __call__(self, tile, steps):
         """Adds what consumers stage in the steps of a tile; returns the number of steps so far."""
-        kernel, total = self.kernel, self.kernel.groups * tile.count
+        geometry, total = self.geometry, self.geometry.heads_per_key_head * tile.count
         first = lax.rem(self.index + (ADDERS - 1) * steps, jnp.int32(ADDERS))
 
         @pl.loop(0, lax.div(total - first + ADDERS - 1, jnp.int32(ADDERS)))
         def _(i):
             i = first + i * ADDERS
             head, block = self.head_and_block(tile, i)
-            turn = (tile.b * kernel.query[1] + head) * kernel.blocks_q + block
+            turn = (tile.b * geometry.query[1] + head) * geometry.blocks_q + block
             if "before" in self.refs:
                 before = self.refs["before"][tile.b, tile.block, block]
             else:
-                before = tile.block - kernel.first_key_block(block, KERNEL)
+                before = tile.block - geometry.first_key_block(block, KERNEL)
             tickets.await_count(self.refs["turns"], turn, before)
-            for piece in range(kernel.config.pieces):
+            for piece in range(geometry.config.pieces):
                 plgpu.barrier_wait(self.memory["sums_full"].at[self.index])
                 for consumer in range(CONSUMERS):
                     self.add_to_dq(consumer, tile.b, head, block, piece)

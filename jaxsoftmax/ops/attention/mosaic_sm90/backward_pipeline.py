@@ -28,7 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxsoftmax._gpu import sync, wgmma
-from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import ADDERS, CONSUMERS, SLOTS, BackwardKernel
+from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import ADDERS, CONSUMERS, DS_STAGES, BackwardGeometry
 from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     COL_LAYOUT,
     KERNEL,
@@ -81,24 +81,24 @@ class BackwardStep:
 class BackwardRole:
     """Knowledge and addresses that all roles of warpgroups and warps of the backward kernel share."""
 
-    kernel: BackwardKernel
+    geometry: BackwardGeometry
     refs: dict[str, Any]  # operands and results in global memory
     operands: dict[str, GlobalOperand]  # records of the optional operands
     memory: dict[str, Any]  # arrays and barriers in shared memory
 
     def tile(self, number) -> BackwardTile:
         """Returns a tile."""
-        kernel, operands = self.kernel, self.operands
-        blocks, heads = jnp.int32(kernel.blocks_kv), jnp.int32(kernel.key[1])
+        geometry, operands = self.geometry, self.operands
+        blocks, heads = jnp.int32(geometry.blocks_kv), jnp.int32(geometry.key[1])
         pair, block = lax.div(number, blocks), lax.rem(number, blocks)
         b, head = lax.div(pair, heads), lax.rem(pair, heads)
         lengths = []
-        for name, size in zip(("query_lengths", "key_lengths"), kernel.lengths, strict=True):
+        for name, size in zip(("query_lengths", "key_lengths"), geometry.lengths, strict=True):
             lengths.append(jnp.clip(operands[name][b], 0, size) if name in operands else size)
         if "spans" in operands:
             low, high, whole_from, whole_to = (operands["spans"][b, block, i] for i in range(4))
         else:
-            low, high, whole_from, whole_to = kernel.span(block, kernel.lengths, KERNEL)
+            low, high, whole_from, whole_to = geometry.span(block, KERNEL)
             low += _hidden_zero(number, 0)  # ptxas makes slower loops of constant bounds
             high = jnp.maximum(low, high + _hidden_zero(number, 1))
             whole_from = jnp.clip(whole_from, low, high)
@@ -112,29 +112,29 @@ class BackwardRole:
         Queries pass from the last block to the first. So blocks of keys which start together are each a step behind the one
         before, also where attention is causal.
         """
-        head = tile.head * self.kernel.groups + lax.div(jnp.int32(i), tile.count)
+        head = tile.head * self.geometry.heads_per_key_head + lax.div(jnp.int32(i), tile.count)
         return head, tile.low + tile.count - 1 - lax.rem(jnp.int32(i), tile.count)
 
     def stages(self, step):
         """Returns the stages of queries and of output cotangents of a step."""
-        return tuple([lax.rem(step, jnp.int32(count)) for count in self.kernel.config.stages])
+        return tuple([lax.rem(step, jnp.int32(count)) for count in self.geometry.config.stages])
 
     def line(self, name, stage):
         """Returns the log-sum-exp or the delta of a block of queries, in shared memory."""
         if name in self.memory:
             return self.memory[name].at[stage]
-        return self.memory["lines"].at[stage if name == "q_lse" else self.kernel.config.stages[0] + stage]
+        return self.memory["lines"].at[stage if name == "q_lse" else self.geometry.config.stages[0] + stage]
 
     def part_of_dq(self, consumer):
         """Returns which 64 rows and which part of the columns of a block of dQ a consumer makes."""
-        return [consumer if count > 1 else 0 for count in self.kernel.parts]
+        return [consumer if count > 1 else 0 for count in self.geometry.parts]
 
     def add_to_dq(self, consumer, b, head, block, piece) -> None:
         """Starts to add what a consumer staged, a piece of its part of dQ, to global memory."""
         staged, (slab, part) = self.memory["sums"].at[consumer], self.part_of_dq(consumer)
         width = staged.shape[1]
-        rows = pl.ds(block * self.kernel.config.block_q + slab * ROWS, ROWS)
-        columns = pl.ds(part * self.kernel.part_size + piece * width, width)
+        rows = pl.ds(block * self.geometry.config.block_q + slab * ROWS, ROWS)
+        columns = pl.ds(part * self.geometry.part_size + piece * width, width)
         plgpu.copy_smem_to_gmem(staged, self.refs["dq"].at[b, rows, head, columns], reduction_op="add")
 
 
@@ -142,45 +142,45 @@ class BackwardScores:
     """Weights and derivatives for 64 keys, from `first` on, and one block of queries after the other."""
 
     def __init__(self, role, tile, first, *, needs_segments):
-        self.kernel, self.operands, self.refs = role.kernel, role.operands, role.refs
+        self.geometry, self.operands, self.refs = role.geometry, role.operands, role.refs
         self.tile, self.first = tile, first
-        kernel, names = role.kernel, role.kernel.names
-        self.shape = ROWS, kernel.config.block_q
+        geometry, names = role.geometry, role.geometry.names
+        self.shape = ROWS, geometry.config.block_q
         has_lengths = not {"query_lengths", "key_lengths"}.isdisjoint(names)
-        self.is_limited = kernel.window != (None, None) or kernel.is_ragged or has_lengths
+        self.is_limited = geometry.window != (None, None) or geometry.is_ragged or has_lengths
         # Some block of queries has to be masked by lengths, the window or segments.
         self.is_banded = self.is_limited or "query_segments" in names
-        self.kept_factor = 1 / (1 - kernel.dropout_rate) if "seeds" in names else 1.0
+        self.kept_factor = 1 / (1 - geometry.dropout_rate) if "seeds" in names else 1.0
         self.segments: Any = None
         if "key_segments" in names and needs_segments:
-            ids, keys = self.operands["key_segments"], kernel.key[0]
+            ids, keys = self.operands["key_segments"], geometry.key[0]
             start = ids.index(tile.b) * keys + first
             self.segments = wgmma.load_product_rows(ids.ref, start, keys - first, self.shape)
 
-    def load(self, at):
+    def load(self, current):
         """Loads what global memory has on the block of queries of a step: bias, mask and segments."""
         loaded = {}
         for name in ("bias", "mask"):
             if name in self.operands:
                 operand = self.operands[name]
-                place = self._place(operand, at)
+                place = self._place(operand, current)
                 loaded[name] = wgmma.load_transposed(operand.ref, *place, self.shape, varies=operand.varies)
         if "query_segments" in self.operands:
-            ids, queries, start = self.operands["query_segments"], self.kernel.query[0], at.block * self.shape[1]
+            ids, queries, start = self.operands["query_segments"], self.geometry.query[0], current.block * self.shape[1]
             first = ids.index(self.tile.b) * queries + start
             loaded["segments"] = lax.cond(
-                at.banded,
+                current.banded,
                 lambda: wgmma.load_product_cols(ids.ref, first, queries - start, self.shape),
                 lambda: plgpu.layout_cast(jnp.zeros(self.shape[1:], ids.ref.dtype), COL_LAYOUT),
             )
         return loaded
 
-    def weights(self, s, lse, loaded, at):
+    def weights(self, s, lse, loaded, current):
         """Returns the weights of a block of queries, and the derivative of the soft cap, or None if there is none."""
-        slope, factor = None, self.kernel.scale
-        if self.kernel.soft_cap is not None:
-            s = tanh(s * (self.kernel.scale / self.kernel.soft_cap))
-            slope, factor = 1 - s * s, self.kernel.soft_cap
+        slope, factor = None, self.geometry.scale
+        if self.geometry.soft_cap is not None:
+            s = tanh(s * (self.geometry.scale / self.geometry.soft_cap))
+            slope, factor = 1 - s * s, self.geometry.soft_cap
         if "bias" in loaded:
             bias = loaded["bias"].astype(jnp.float32)
             s = jnp.where(bias == -jnp.inf, -jnp.inf, s * factor + bias)  # s may be NaN
@@ -190,12 +190,12 @@ class BackwardScores:
             p = jnp.exp2((s - along_rows(lse, s.shape)) * LOG2E)
         else:
             s = s * (factor * LOG2E)
-            p = jnp.exp2(s if self.kernel.is_seeded else s - along_rows(lse, s.shape))
+            p = jnp.exp2(s if self.geometry.is_seeded else s - along_rows(lse, s.shape))
         if self.is_banded:
-            p = lax.cond(at.banded, lambda p: self._masked(p, loaded, at), lambda p: p, p)
+            p = lax.cond(current.banded, lambda p: self._masked(p, loaded, current), lambda p: p, p)
         return p, slope
 
-    def _masked(self, p, loaded, at):
+    def _masked(self, p, loaded, current):
         """Returns the weights of a block of queries, 0 where segments, the window or the lengths hide a key.
 
         On an H200 a branch here costs nothing. One that masks the scores, before the exponentials, costs up to 4 percent at
@@ -203,14 +203,14 @@ class BackwardScores:
         """
         if "segments" in loaded:
             p = in_one_segment(p, self.segments, loaded["segments"], hidden=0.0)
-        return wgmma.band(p, *self._limits(at.block * self.shape[1]), hidden=0.0) if self.is_limited else p
+        return wgmma.band(p, *self._limits(current.block * self.shape[1]), hidden=0.0) if self.is_limited else p
 
-    def kept(self, at):
+    def kept(self, current):
         """Tells which weights dropout keeps; None if it keeps all."""
         if "seeds" not in self.operands:
             return None
-        seeds, rate = self.operands["seeds"], self.kernel.dropout_rate
-        return dropout_keeps(seeds, self.tile.b, at.head, self.first, at.block, self.shape, rate, is_transposed=True)
+        seeds, rate = self.operands["seeds"], self.geometry.dropout_rate
+        return dropout_keeps(seeds, self.tile.b, current.head, self.first, current.block, self.shape, rate, is_transposed=True)
 
     def less_delta(self, dp, delta, kept):
         """Returns the derivatives of the weights that dropout keeps less `delta`, or less nothing if it is None."""
@@ -218,25 +218,25 @@ class BackwardScores:
             dp = where_kept(kept, dp * self.kept_factor)
         return dp if delta is None else dp - along_rows(delta, dp.shape)
 
-    def derivatives(self, p, slope, dp, delta, kept, at):
+    def derivatives(self, p, slope, dp, delta, kept, current):
         """Returns the derivatives of the products of keys and queries."""
         ds = p * self.less_delta(dp, delta, kept)
-        self.add_to_bias(ds, at)
+        self.add_to_bias(ds, current)
         return ds if slope is None else ds * slope
 
-    def add_to_bias(self, ds, at) -> None:
+    def add_to_bias(self, ds, current) -> None:
         """Adds the derivatives of scores to that of the bias in global memory, if it is wanted.
 
         In float32, to an array of the bias's own shape: sums along axes along which the bias does not vary are made in
         registers first. Additions come in any order.
         """
-        if self.kernel.adds_bias:
+        if self.geometry.adds_bias:
             operand = self.operands["bias"]
-            wgmma.add_transposed(self.refs["dbias"], *self._place(operand, at), ds, varies=operand.varies)
+            wgmma.add_transposed(self.refs["dbias"], *self._place(operand, current), ds, varies=operand.varies)
 
     def _limits(self, start):
         """Returns the first and the last column that each row sees; None for no limit. Columns are queries from `start` on."""
-        (left, right), (queries, keys) = self.kernel.window, self.tile.lengths
+        (left, right), (queries, keys) = self.geometry.window, self.tile.lengths
         position = self.first + lax.iota(jnp.int32, ROWS)
         start_at = start + self.tile.offset  # where windows count from
         low, high = None if right is None else position - (right + start_at), None
@@ -245,17 +245,17 @@ class BackwardScores:
         if left is not None:
             window_end = position + (left - start_at)
             high = window_end if high is None else jnp.minimum(high, window_end)
-        if self.kernel.is_ragged or "key_lengths" in self.operands:
+        if self.geometry.is_ragged or "key_lengths" in self.operands:
             high = jnp.where(position < keys, jnp.int32(self.shape[1] - 1) if high is None else high, -1)
         return low, high
 
-    def _place(self, operand, at):
+    def _place(self, operand, current):
         """Returns row and column of the elements of a bias or mask for a block of queries, and their numbers."""
-        start = at.block * self.shape[1]
+        start = current.block * self.shape[1]
         return (
-            operand.row(self.tile.b, at.head, start),
+            operand.row(self.tile.b, current.head, start),
             self.first if operand.varies[1] else 0,
-            (self.kernel.query[0] - start, self.kernel.key[0] - self.first),
+            (self.geometry.query[0] - start, self.geometry.key[0] - self.first),
         )
 
 
@@ -270,22 +270,22 @@ class BackwardConsumer(BackwardRole):
     def start(self) -> None:
         """Says that all of shared memory is empty."""
         plgpu.barrier_arrive(self.memory["kv_empty"])
-        for name, stages in zip(("q_empty", "do_empty"), self.kernel.config.stages, strict=True):
+        for name, stages in zip(("q_empty", "do_empty"), self.geometry.config.stages, strict=True):
             for stage in range(stages):
                 plgpu.barrier_arrive(self.memory[name].at[stage])
 
-    def step(self, tile, scores, at, sums) -> None:
+    def step(self, tile, scores, current, sums) -> None:
         """Adds a block of queries to the sums, and the part of dQ that the consumer makes to dQ."""
         raise NotImplementedError
 
     def __call__(self, tile, steps):
         """Computes and stores the sums of a tile; returns the number of steps so far."""
-        kernel, first = self.kernel, tile.block * self.kernel.block_kv
-        first = first if kernel.config.roles else first + self.index * ROWS
+        geometry, first = self.geometry, tile.block * self.geometry.block_kv
+        first = first if geometry.config.roles else first + self.index * ROWS
         scores = BackwardScores(self, tile, first, needs_segments=self.WEIGHS)
 
         def visit_head(sums, end, i, _):
-            head = tile.head * kernel.groups + i
+            head = tile.head * geometry.heads_per_key_head + i
             last = steps + (i + 1) * tile.count - 1
 
             def visit(i, _):
@@ -302,87 +302,87 @@ class BackwardConsumer(BackwardRole):
 
         def add_up(*sums):
             each = functools.partial(visit_head, sums, tile.low + tile.count)
-            if kernel.groups == 1:
+            if geometry.heads_per_key_head == 1:
                 each(0, None)
             else:
-                lax.fori_loop(0, kernel.groups, each, None)
-            total = kernel.groups * tile.count
+                lax.fori_loop(0, geometry.heads_per_key_head, each, None)
+            total = geometry.heads_per_key_head * tile.count
             self._store(tile, scores.kept_factor, **{name: acc[...] for name, acc in zip(self.SUMS, sums, strict=True)})
             return total
 
         plgpu.barrier_wait(self.memory["k_full"])
         plgpu.barrier_wait(self.memory["v_full"])
-        return steps + pl.run_scoped(add_up, *(plgpu.ACC((ROWS, kernel.size), jnp.float32) for _ in self.SUMS))
+        return steps + pl.run_scoped(add_up, *(plgpu.ACC((ROWS, geometry.size), jnp.float32) for _ in self.SUMS))
 
-    def multiply_keys(self, s_acc, half, at) -> None:
+    def multiply_keys(self, s_acc, half, current) -> None:
         """Starts S' += K Q'."""
-        width, q = self.kernel.part_size, self.memory["q"].at[at.stage]
-        for part in range(self.kernel.parts[1]):
+        width, q = self.geometry.part_size, self.memory["q"].at[current.stage]
+        for part in range(self.geometry.parts[1]):
             plgpu.wgmma(s_acc, self.memory["k"].at[half, part], q.at[:, part * width : (part + 1) * width].T)
 
-    def multiply_derivatives(self, dq_acc, slot, at) -> None:
+    def multiply_derivatives(self, dq_acc, ds_stage, current) -> None:
         """Starts the consumer's part of dQ = dS K, from the derivatives that both consumers have shared."""
         slab, part = self.part_of_dq(self.index)
-        for half in range(self.kernel.block_kv // ROWS):
-            plgpu.wgmma(dq_acc, slot.at[half, slab].T, self.memory["k"].at[half + _hidden_zero(at.index, 2), part])
+        for half in range(self.geometry.block_kv // ROWS):
+            plgpu.wgmma(dq_acc, ds_stage.at[half, slab].T, self.memory["k"].at[half + _hidden_zero(current.index, 2), part])
 
-    def share(self, slot, half, ds) -> None:
+    def share(self, ds_stage, half, ds) -> None:
         """Stores the derivatives of scores for both consumers, and meets the other one.
 
-        A slot is written again two steps later: after the next meeting, before which both have waited for their wgmma.
+        A stage is written again two steps later: after the next meeting, before which both have waited for their wgmma.
         """
-        for slab in range(self.kernel.config.block_q // ROWS):
-            slot[half, slab] = ds[:, slab * ROWS : (slab + 1) * ROWS]
+        for slab in range(self.geometry.config.block_q // ROWS):
+            ds_stage[half, slab] = ds[:, slab * ROWS : (slab + 1) * ROWS]
         _meet()
 
-    def slot(self, at):
-        """Returns the slot of the derivatives of a step's scores."""
-        return self.memory["ds"].at[lax.rem(at.index, jnp.int32(SLOTS))]
+    def ds_stage(self, current):
+        """Returns the stage of the derivatives of a step's scores."""
+        return self.memory["ds"].at[lax.rem(current.index, jnp.int32(DS_STAGES))]
 
     def await_staged(self) -> None:
         """Waits until what was staged has left shared memory."""
-        if self.kernel.is_deterministic:
+        if self.geometry.is_deterministic:
             plgpu.barrier_wait(self.memory["sums_empty"])
         else:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def add(self, tile, at, multiply, *, is_empty=False) -> None:
+    def add(self, tile, current, multiply, *, is_empty=False) -> None:
         """Adds the consumer's part of dQ to global memory, or gives it to the warps that do in the order of turns.
 
         `multiply(acc)` returns that part. `is_empty` says that what was staged before is known to have left.
         """
-        kernel = self.kernel
-        dq = pl.run_scoped(multiply, plgpu.ACC((ROWS, kernel.part_size), jnp.float32))
-        width = kernel.part_size // kernel.config.pieces
-        for piece in range(kernel.config.pieces):
+        geometry = self.geometry
+        dq = pl.run_scoped(multiply, plgpu.ACC((ROWS, geometry.part_size), jnp.float32))
+        width = geometry.part_size // geometry.config.pieces
+        for piece in range(geometry.config.pieces):
             if piece or not is_empty:
                 self.await_staged()
             self.memory["sums"][self.index] = dq[:, piece * width : (piece + 1) * width]
             plgpu.commit_smem()
-            if kernel.is_deterministic:
-                plgpu.barrier_arrive(self.memory["sums_full"].at[lax.rem(at.index, jnp.int32(ADDERS))])
+            if geometry.is_deterministic:
+                plgpu.barrier_arrive(self.memory["sums_full"].at[lax.rem(current.index, jnp.int32(ADDERS))])
             else:
-                self.add_to_dq(self.index, tile.b, at.head, at.block, piece)
+                self.add_to_dq(self.index, tile.b, current.head, current.block, piece)
 
     def _store(self, tile, kept_factor, *, dv=None, dk=None):
         """Stores those of dV and dK of 64 keys that the consumer has."""
         if "dk_dv" in self.refs:
             self._store_parts(tile, kept_factor, dv, dk)
             return
-        kernel, memory, dtype, width = self.kernel, self.memory, self.kernel.dtype, self.kernel.part_size
-        half = 0 if kernel.config.roles else self.index
+        geometry, memory, dtype, width = self.geometry, self.memory, self.geometry.dtype, self.geometry.part_size
+        half = 0 if geometry.config.roles else self.index
         _meet()  # both consumers have read keys and values, in whose place the results go
         if dv is not None:
             memory["v"][half] = (kept_factor * dv).astype(dtype)
         if dk is not None:
-            for part in range(kernel.parts[1]):
-                memory["k"][half, part] = (kernel.scale * dk[:, part * width : (part + 1) * width]).astype(dtype)
+            for part in range(geometry.parts[1]):
+                memory["k"][half, part] = (geometry.scale * dk[:, part * width : (part + 1) * width]).astype(dtype)
         plgpu.commit_smem()
-        rows = pl.ds(tile.block * kernel.block_kv + half * ROWS, ROWS)
+        rows = pl.ds(tile.block * geometry.block_kv + half * ROWS, ROWS)
         if dv is not None:
             plgpu.copy_smem_to_gmem(memory["v"].at[half], self.refs["dv"].at[tile.b, rows, tile.head])
         if dk is not None:
-            for part in range(kernel.parts[1]):
+            for part in range(geometry.parts[1]):
                 target = self.refs["dk"].at[tile.b, rows, tile.head, pl.ds(part * width, width)]
                 plgpu.copy_smem_to_gmem(memory["k"].at[half, part], target)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -390,15 +390,15 @@ class BackwardConsumer(BackwardRole):
 
     def _store_parts(self, tile, kept_factor, dv, dk):
         """Stores dV and dK in float32, from registers."""
-        kernel, keys, out = self.kernel, self.kernel.key[0], self.refs["dk_dv"]
-        first = tile.block * kernel.block_kv + (0 if kernel.config.roles else self.index) * ROWS
+        geometry, keys, out = self.geometry, self.geometry.key[0], self.refs["dk_dv"]
+        first = tile.block * geometry.block_kv + (0 if geometry.config.roles else self.index) * ROWS
         for entry, values in (
-            (tile.b + math.prod(kernel.batch), None if dv is None else kept_factor * dv),
-            (tile.b, None if dk is None else kernel.scale * dk),
+            (tile.b + math.prod(geometry.batch), None if dv is None else kept_factor * dv),
+            (tile.b, None if dk is None else geometry.scale * dk),
         ):
             if values is not None:
-                start = entry * (keys + -keys % 8) + first, tile.head * kernel.size
-                wgmma.store_product(out, *start, (keys - first, kernel.size), values)
+                start = entry * (keys + -keys % 8) + first, tile.head * geometry.size
+                wgmma.store_product(out, *start, (keys - first, geometry.size), values)
         plgpu.barrier_arrive(self.memory["kv_empty"])
 
 
@@ -407,65 +407,65 @@ class HalfConsumer(BackwardConsumer):
 
     SUMS = ("dk", "dv")
 
-    def step(self, tile, scores, at, sums):
-        kernel, memory, keys_first = self.kernel, self.memory, self.kernel.config.keys_first
+    def step(self, tile, scores, current, sums):
+        geometry, memory, keys_first = self.geometry, self.memory, self.geometry.config.keys_first
         dk_acc, dv_acc = sums
         accumulator = plgpu.ACC(scores.shape, jnp.float32)
-        ds = pl.run_scoped(functools.partial(self._derive, scores, at, dv_acc), accumulator, accumulator)
-        q, slot = memory["q"].at[at.stage], self.slot(at)
+        ds = pl.run_scoped(functools.partial(self._derive, scores, current, dv_acc), accumulator, accumulator)
+        q, ds_stage = memory["q"].at[current.stage], self.ds_stage(current)
 
         def multiply(dq_acc):
             if keys_first:
                 plgpu.wgmma(dk_acc, ds, q)
-            self.share(slot, self.index, ds)
-            self.multiply_derivatives(dq_acc, slot, at)
+            self.share(ds_stage, self.index, ds)
+            self.multiply_derivatives(dq_acc, ds_stage, current)
             if not keys_first:
                 plgpu.wgmma(dk_acc, ds, q)
             plgpu.wgmma_wait(CONSUMERS + 1)
-            plgpu.barrier_arrive(memory["do_empty"].at[at.stage_do])
+            plgpu.barrier_arrive(memory["do_empty"].at[current.stage_do])
             if keys_first:
                 plgpu.wgmma_wait(CONSUMERS)
-                plgpu.barrier_arrive(memory["q_empty"].at[at.stage])
+                plgpu.barrier_arrive(memory["q_empty"].at[current.stage])
             return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0 if keys_first else 1)
 
-        self.add(tile, at, multiply, is_empty=kernel.is_seeded)
+        self.add(tile, current, multiply, is_empty=geometry.is_seeded)
         if not keys_first:
             plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(memory["q_empty"].at[at.stage])
+            plgpu.barrier_arrive(memory["q_empty"].at[current.stage])
 
-    def _derive(self, scores, at, dv_acc, s_acc, dp_acc):
+    def _derive(self, scores, current, dv_acc, s_acc, dp_acc):
         """Returns the derivatives of the scores, and starts dV += P' dO."""
-        kernel, memory, do = self.kernel, self.memory, self.memory["do"].at[at.stage_do]
-        plgpu.barrier_wait(memory["q_full"].at[at.stage])
-        lse = plgpu.load(self.line("q_lse", at.stage))
-        if kernel.is_seeded:
-            plgpu.barrier_wait(memory["do_full"].at[at.stage_do])
-            delta = self._delta(at)
+        geometry, memory, do = self.geometry, self.memory, self.memory["do"].at[current.stage_do]
+        plgpu.barrier_wait(memory["q_full"].at[current.stage])
+        lse = plgpu.load(self.line("q_lse", current.stage))
+        if geometry.is_seeded:
+            plgpu.barrier_wait(memory["do_full"].at[current.stage_do])
+            delta = self._delta(current)
             s_acc[...] = along_rows(lse, scores.shape)
             dp_acc[...] = along_rows(delta, scores.shape)
-        self.multiply_keys(s_acc, self.index + _hidden_zero(at.index, 0), at)
-        if not kernel.is_seeded:
-            plgpu.barrier_wait(memory["do_full"].at[at.stage_do])
-        plgpu.wgmma(dp_acc, memory["v"].at[self.index + _hidden_zero(at.index, 1)], do.T)
-        loaded = scores.load(at)
+        self.multiply_keys(s_acc, self.index + _hidden_zero(current.index, 0), current)
+        if not geometry.is_seeded:
+            plgpu.barrier_wait(memory["do_full"].at[current.stage_do])
+        plgpu.wgmma(dp_acc, memory["v"].at[self.index + _hidden_zero(current.index, 1)], do.T)
+        loaded = scores.load(current)
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-        p, slope = scores.weights(s, lse, loaded, at)
-        kept = scores.kept(at)
-        p, rounded = lax.optimization_barrier((p, where_kept(kept, p).astype(kernel.dtype)))
+        p, slope = scores.weights(s, lse, loaded, current)
+        kept = scores.kept(current)
+        p, rounded = lax.optimization_barrier((p, where_kept(kept, p).astype(geometry.dtype)))
         plgpu.wgmma(dv_acc, rounded, do)
         # A branch between the weights and the other product: without one ptxas may compute them after it.
-        if kernel.is_seeded:
-            pl.when(at.index >= 0)(self.await_staged)
+        if geometry.is_seeded:
+            pl.when(current.index >= 0)(self.await_staged)
             delta = None
         else:
-            delta = self._delta(at)
+            delta = self._delta(current)
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-        return scores.derivatives(p, slope, dp, delta, kept, at).astype(kernel.dtype)
+        return scores.derivatives(p, slope, dp, delta, kept, current).astype(geometry.dtype)
 
-    def _delta(self, at):
+    def _delta(self, current):
         """Loads the deltas of a block of queries, once they are there."""
-        plgpu.barrier_wait(self.memory["delta_full"].at[at.stage_do])
-        return plgpu.load(self.line("do_delta", at.stage_do))
+        plgpu.barrier_wait(self.memory["delta_full"].at[current.stage_do])
+        return plgpu.load(self.line("do_delta", current.stage_do))
 
 
 class WeightsConsumer(BackwardConsumer):
@@ -473,37 +473,37 @@ class WeightsConsumer(BackwardConsumer):
 
     SUMS = ("dv",)
 
-    def step(self, tile, scores, at, sums):
+    def step(self, tile, scores, current, sums):
         memory, (dv_acc,) = self.memory, sums
-        p, kept = pl.run_scoped(functools.partial(self._weigh, scores, at), plgpu.ACC(scores.shape, jnp.float32))
-        plgpu.barrier_arrive(memory["q_empty"].at[at.stage])
+        p, kept = pl.run_scoped(functools.partial(self._weigh, scores, current), plgpu.ACC(scores.shape, jnp.float32))
+        plgpu.barrier_arrive(memory["q_empty"].at[current.stage])
         memory["p"][...] = p
         sync.named_barrier_arrive(jnp.int32(_WEIGHTS))
-        plgpu.barrier_wait(memory["do_full"].at[at.stage_do])
-        plgpu.wgmma(dv_acc, kept, memory["do"].at[at.stage_do])
+        plgpu.barrier_wait(memory["do_full"].at[current.stage_do])
+        plgpu.wgmma(dv_acc, kept, memory["do"].at[current.stage_do])
         _meet()  # the derivatives of the scores are there
 
         def multiply(dq_acc):
-            self.multiply_derivatives(dq_acc, self.slot(at), at)
+            self.multiply_derivatives(dq_acc, self.ds_stage(current), current)
             plgpu.wgmma_wait(1)
-            plgpu.barrier_arrive(memory["do_empty"].at[at.stage_do])
+            plgpu.barrier_arrive(memory["do_empty"].at[current.stage_do])
             return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
 
-        self.add(tile, at, multiply)
+        self.add(tile, current, multiply)
 
-    def _weigh(self, scores, at, s_acc):
+    def _weigh(self, scores, current, s_acc):
         """Returns the weights times the derivative of the soft cap, and the weights that dropout keeps."""
-        kernel, memory = self.kernel, self.memory
-        plgpu.barrier_wait(memory["q_full"].at[at.stage])
-        self.multiply_keys(s_acc, _hidden_zero(at.index, 0), at)
-        lse = plgpu.load(self.line("q_lse", at.stage))
-        loaded = scores.load(at)
+        geometry, memory = self.geometry, self.memory
+        plgpu.barrier_wait(memory["q_full"].at[current.stage])
+        self.multiply_keys(s_acc, _hidden_zero(current.index, 0), current)
+        lse = plgpu.load(self.line("q_lse", current.stage))
+        loaded = scores.load(current)
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-        p, slope = scores.weights(s, lse, loaded, at)
-        kept = where_kept(scores.kept(at), p).astype(kernel.dtype)
-        if kernel.passes_both:
-            memory["p_of_bias"][...] = p.astype(kernel.dtype)
-        return (p if slope is None else p * slope).astype(kernel.dtype), kept
+        p, slope = scores.weights(s, lse, loaded, current)
+        kept = where_kept(scores.kept(current), p).astype(geometry.dtype)
+        if geometry.passes_both:
+            memory["p_of_bias"][...] = p.astype(geometry.dtype)
+        return (p if slope is None else p * slope).astype(geometry.dtype), kept
 
 
 class DerivativesConsumer(BackwardConsumer):
@@ -515,40 +515,40 @@ class DerivativesConsumer(BackwardConsumer):
     SUMS = ("dk",)
     WEIGHS = False
 
-    def step(self, tile, scores, at, sums):
-        kernel, memory, (dk_acc,) = self.kernel, self.memory, sums
-        dp = pl.run_scoped(functools.partial(self._multiply_values, scores, at), plgpu.ACC(scores.shape, jnp.float32))
-        plgpu.barrier_arrive(memory["do_empty"].at[at.stage_do])
+    def step(self, tile, scores, current, sums):
+        geometry, memory, (dk_acc,) = self.geometry, self.memory, sums
+        dp = pl.run_scoped(functools.partial(self._multiply_values, scores, current), plgpu.ACC(scores.shape, jnp.float32))
+        plgpu.barrier_arrive(memory["do_empty"].at[current.stage_do])
         sync.named_barrier_sync(jnp.int32(_WEIGHTS))
-        if kernel.passes_both:
+        if geometry.passes_both:
             p = plgpu.load(memory["p_of_bias"], layout=LAYOUT)
-            scores.add_to_bias(p.astype(jnp.float32) * dp, at)
+            scores.add_to_bias(p.astype(jnp.float32) * dp, current)
         p = plgpu.load(memory["p"], layout=LAYOUT)
         ds = p.astype(jnp.float32) * dp
-        if not kernel.passes_both:
-            scores.add_to_bias(ds, at)
-        ds = ds.astype(kernel.dtype)
-        slot = self.slot(at)
-        self.share(slot, 0, ds)
+        if not geometry.passes_both:
+            scores.add_to_bias(ds, current)
+        ds = ds.astype(geometry.dtype)
+        ds_stage = self.ds_stage(current)
+        self.share(ds_stage, 0, ds)
 
         def multiply(dq_acc):
-            self.multiply_derivatives(dq_acc, slot, at)
-            plgpu.barrier_wait(memory["q_full"].at[at.stage])
-            plgpu.wgmma(dk_acc, ds, memory["q"].at[at.stage])
+            self.multiply_derivatives(dq_acc, ds_stage, current)
+            plgpu.barrier_wait(memory["q_full"].at[current.stage])
+            plgpu.wgmma(dk_acc, ds, memory["q"].at[current.stage])
             return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
 
-        self.add(tile, at, multiply)
+        self.add(tile, current, multiply)
         plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(memory["q_empty"].at[at.stage])
+        plgpu.barrier_arrive(memory["q_empty"].at[current.stage])
 
-    def _multiply_values(self, scores, at, dp_acc):
+    def _multiply_values(self, scores, current, dp_acc):
         """Returns the derivatives of the weights less delta: dP' = V dO'."""
         memory = self.memory
-        plgpu.barrier_wait(memory["do_full"].at[at.stage_do])
-        plgpu.wgmma(dp_acc, memory["v"].at[_hidden_zero(at.index, 1)], memory["do"].at[at.stage_do].T)
-        plgpu.barrier_wait(memory["delta_full"].at[at.stage_do])
-        delta = plgpu.load(self.line("do_delta", at.stage_do))
-        kept = scores.kept(at)
+        plgpu.barrier_wait(memory["do_full"].at[current.stage_do])
+        plgpu.wgmma(dp_acc, memory["v"].at[_hidden_zero(current.index, 1)], memory["do"].at[current.stage_do].T)
+        plgpu.barrier_wait(memory["delta_full"].at[current.stage_do])
+        delta = plgpu.load(self.line("do_delta", current.stage_do))
+        kept = scores.kept(current)
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         return scores.less_delta(dp, delta, kept)
 

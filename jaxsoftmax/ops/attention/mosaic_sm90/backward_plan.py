@@ -14,12 +14,12 @@ from jax.experimental import pallas as pl
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu import schedule
 from jaxsoftmax.ops.attention import key_blocks
-from jaxsoftmax.ops.attention.mosaic_sm90.common import HOST, KERNEL, LOG2E, ROWS, Arithmetic, AttentionKernel, shapes_of
+from jaxsoftmax.ops.attention.mosaic_sm90.common import HOST, KERNEL, LOG2E, ROWS, Arithmetic, AttentionGeometry, shapes_of
 
 SIZES = (64, 128, 256)  # head sizes on chip
 CONSUMERS = 2  # consumer warpgroups
 ADDERS = 2  # warps that add dQ in the order of turns: one waits for its turn while the other's copies arrive
-SLOTS = 2  # for the derivatives of the scores: one is written while the other is read
+DS_STAGES = 2  # for the derivatives of the scores: one is written while the other is read
 _LEAST_SEEDED = 1e-30  # of scales by which a log-sum-exp may be divided
 
 
@@ -68,8 +68,8 @@ def backward_config(head_size: int, value_size: int) -> tuple[int, BackwardConfi
 
 
 @dataclass(frozen=True)
-class BackwardKernel(AttentionKernel):
-    """The backward kernel for one problem.
+class BackwardGeometry(AttentionGeometry):
+    """The geometry of the backward kernel for one problem.
 
     A tile is a block of keys of a key head. Its steps are the blocks of queries that see the keys, of all query heads that
     share the key head.
@@ -83,7 +83,7 @@ class BackwardKernel(AttentionKernel):
 
     # These follow from the others.
     lengths: tuple[int, int] = field(init=False)  # T and S: numbers of queries and keys
-    groups: int = field(init=False)  # query heads of a key head
+    heads_per_key_head: int = field(init=False)  # query heads that share a key head
     block_kv: int = field(init=False)  # keys of a tile
     blocks_q: int = field(init=False)
     blocks_kv: int = field(init=False)
@@ -105,7 +105,7 @@ class BackwardKernel(AttentionKernel):
         passes_both = config.roles and self.adds_bias and self.soft_cap is not None
         self._derive(
             lengths=(length, keys),
-            groups=heads // key_heads,
+            heads_per_key_head=heads // key_heads,
             block_kv=block_kv,
             blocks_q=pl.cdiv(length, config.block_q),
             blocks_kv=blocks_kv,
@@ -132,13 +132,19 @@ class BackwardKernel(AttentionKernel):
         parts += ["dQ added in the order of turns"] if self.is_deterministic else []
         return ", ".join(parts)
 
-    def span(self, block: Any, lengths: Any, arithmetic: Arithmetic, offset: Any = 0) -> tuple[Any, Any, Any, Any]:
-        """Returns the blocks of queries that window and lengths let see a block of keys; `offset` is the position of query 0.
+    def span(self, block: Any, arithmetic: Arithmetic, lengths: Any = None, offset: Any = 0) -> tuple[Any, Any, Any, Any]:
+        """Returns the blocks of queries that window and lengths let see a block of keys.
 
         The first block with a query that sees some key and the one behind the last, then the first of the blocks whose queries
         see all keys and the one behind the last. An end may be before its start.
+
+        Args:
+          block: number of the block of keys.
+          arithmetic: operations on such numbers.
+          lengths: numbers of queries and keys of each batch entry, which operands say, or None for those of the arrays.
+          offset: position of query 0.
         """
-        (left, right), (queries, keys) = self.window, lengths
+        (left, right), (queries, keys) = self.window, self.lengths if lengths is None else lengths
         step, size = self.config.block_q, self.block_kv
         divide, minimum, maximum, _ = arithmetic
         first, last = block * size, (block + 1) * size - 1
@@ -146,7 +152,8 @@ class BackwardKernel(AttentionKernel):
         low = 0 if right is None else divide(maximum(from_query - right, 0), step)
         high = divide(queries + step - 1, step)
         whole_from = 0 if right is None else divide(maximum(to_query - right, 0) + step - 1, step)
-        whole_to = divide(queries, step) if lengths != self.lengths else self.blocks_q  # rows that are none are 0
+        # Behind the last query of the arrays the kernel reads zeros, which add nothing: their block needs no mask.
+        whole_to = self.blocks_q if lengths is None else divide(queries, step)
         if left is not None:
             high = minimum(high, divide(maximum(minimum(last, keys - 1) - offset + left, -1) + step, step))
             whole_to = minimum(whole_to, divide(maximum(from_query + left + 1, 0), step))
@@ -165,7 +172,7 @@ class BackwardKernel(AttentionKernel):
         offset = operands["query_offset"][..., None] if "query_offset" in operands else 0
         block = jnp.arange(self.blocks_kv, dtype=jnp.int32).reshape(*(1,) * len(self.batch), -1)
         mixed = KERNEL._replace(divide=jnp.floor_divide)  # KERNEL's own takes operands of one shape
-        low, high, whole_from, whole_to = jnp.broadcast_arrays(*self.span(block, lengths, mixed, offset))
+        low, high, whole_from, whole_to = jnp.broadcast_arrays(*self.span(block, mixed, lengths, offset))
         if "query_segments" in operands:
             segments = operands["key_segments"], operands["query_segments"]
             ranges = key_blocks.find_segment_spans(*segments, self.block_kv, self.config.block_q)
@@ -199,12 +206,12 @@ class BackwardKernel(AttentionKernel):
 
     def costs(self) -> tuple[int, ...]:
         """Counts the steps of each block of keys, or says 1 for all where only then tiles come in the order of turns."""
-        spans = (self.span(block, self.lengths, HOST) for block in range(self.blocks_kv))
-        costs = tuple(self.groups * max(high - low, 0) for low, high, *_ in spans)
+        spans = (self.span(block, HOST) for block in range(self.blocks_kv))
+        costs = tuple(self.heads_per_key_head * max(high - low, 0) for low, high, *_ in spans)
         is_other_order = self.is_deterministic and any(a < b for a, b in itertools.pairwise(costs))
         return (1,) * len(costs) if is_other_order else costs
 
-    def group(self, costs: tuple[int, ...]) -> int:
+    def n_heads_at_once(self, costs: tuple[int, ...]) -> int:
         """Returns the number of heads whose tiles are handed out together: as in the forward kernel, with queries for keys.
 
         With turns it is larger, though L2 may not hold them: fewer blocks of keys of one head start together then, and
@@ -213,7 +220,7 @@ class BackwardKernel(AttentionKernel):
         equal = len(set(costs)) == 1
         if equal and not self.is_deterministic:
             return 1
-        bytes_of_head = 8 * self.query[0] * self.size * self.groups  # two of 16 bits, and one of 32
+        bytes_of_head = 8 * self.query[0] * self.size * self.heads_per_key_head  # two of 16 bits, and one of 32
         least, most, times = (8, 32, 2 if equal else 4) if self.is_deterministic else (1, 8, 1)
         return min(most, max(least, 1 << max(1, times * schedule.L2 // bytes_of_head).bit_length() - 1))
 
@@ -240,7 +247,7 @@ class BackwardKernel(AttentionKernel):
             "v": self._tiles(halves, ROWS, size),
             "q": self._tiles(stages, config.block_q, size),
             "do": self._tiles(stages_do, config.block_q, size),
-            "ds": self._tiles(SLOTS, halves, config.block_q // ROWS, ROWS, ROWS),
+            "ds": self._tiles(DS_STAGES, halves, config.block_q // ROWS, ROWS, ROWS),
             "sums": self._tiles(CONSUMERS, ROWS, self.part_size // config.pieces, dtype=jnp.float32),
             "k_full": plgpu.Barrier(num_arrivals=halves * self.parts[1]),
             "v_full": plgpu.Barrier(num_arrivals=halves),
@@ -259,16 +266,16 @@ class BackwardKernel(AttentionKernel):
         return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(128)))
 
 
-def plan_backward(
+def shape_backward(
     types: Mapping[str, Any], target: Target, wanted: Collection[str], is_deterministic: bool, **options: Any
-) -> BackwardKernel:
-    """Plans the kernel for operands of these types, by name, and the cotangents `wanted`.
+) -> BackwardGeometry:
+    """Shapes the kernel for operands of these types, by name, and the cotangents `wanted`.
 
     `options` are those of `AttentionProblem`.
     """
     size, config = backward_config(types["query"].shape[-1], types["value"].shape[-1])
     has_limits = bool({"query_lengths", "key_lengths", "query_offset", "query_segments"} & set(types))
-    return BackwardKernel(
+    return BackwardGeometry(
         **shapes_of(types, target) | {"names": frozenset(types) - {"sinks"}},
         **options,
         config=config,

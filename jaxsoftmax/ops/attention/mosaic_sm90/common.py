@@ -41,8 +41,8 @@ KERNEL = Arithmetic(lambda a, b: lax.div(jnp.int32(a), jnp.int32(b)), jnp.minimu
 
 
 @dataclass(frozen=True)
-class AttentionKernel(schedule.TiledKernel):
-    """A kernel of attention for one problem: what it computes, and how its work is cut into tiles."""
+class AttentionGeometry(schedule.TiledGeometry):
+    """Sizes and options of attention as a kernel computes it for one problem, and the tiles that its work is cut into."""
 
     batch: tuple[int, ...]  # sizes of the batch axes that the operands have together
     query: tuple[int, int, int]  # T, N and H: rows of scores of a head, heads, and head size
@@ -56,7 +56,7 @@ class AttentionKernel(schedule.TiledKernel):
 
 
 def shapes_of(types: Mapping[str, Any], target: Target) -> dict[str, Any]:
-    """Returns the attributes of an `AttentionKernel` that follow from the types of the operands and from the GPU."""
+    """Returns the attributes of an `AttentionGeometry` that follow from the types of the operands and from the GPU."""
     operands = {name: kind for name, kind in types.items() if name in AXES}
     shapes: dict[str, Any] = {name: types[name].shape[-3:] for name in ("query", "key")}
     shapes |= {"batch": batch_of(operands), "dtype": types["query"].dtype, "names": frozenset(types)}

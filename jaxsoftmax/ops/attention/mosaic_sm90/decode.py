@@ -34,7 +34,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import (
     FACTS,
     FoldedRows,
     ForwardConfig,
-    ForwardKernel,
+    ForwardGeometry,
     Pages,
     forward_config,
     padded,
@@ -54,23 +54,23 @@ class DecodePlan(forward.ForwardPlan):
     """Attention of few queries by the forward kernel: rows are folded before it, and the states of splits merged behind it."""
 
     def attend(self, operands: Mapping[str, jax.Array]) -> list[jax.Array]:
-        kernel = self.kernel
-        (length, heads), dtype, rows = operands["query"].shape[-3:-1], operands["query"].dtype, kernel.rows
-        batch, splits, (n_rows, key_heads, _), value_size = kernel.batch, kernel.splits, kernel.query, kernel.value_size
+        geometry = self.geometry
+        (length, heads), dtype, rows = operands["query"].shape[-3:-1], operands["query"].dtype, geometry.rows
+        batch, splits, (n_rows, key_heads, _), value_size = geometry.batch, geometry.splits, geometry.query, geometry.value_size
         group = heads // key_heads
         folded = _folded(operands, length, key_heads, group, is_strided=rows.box is not None)
-        if kernel.bytes_dtype is not None:
+        if geometry.bytes_dtype is not None:
             folded = _as_bits(folded)
         # Tickets for tiles that are all alike need no order: a constant that XLA would make in a program of its own.
-        is_ordered = not (kernel.by_ticket and len(set(kernel.costs())) == 1)
-        out, *numbers = forward.launch(kernel, folded, self.is_partial, is_ordered=is_ordered)
+        is_ordered = not (geometry.by_ticket and len(set(geometry.costs())) == 1)
+        out, *numbers = forward.launch(geometry, folded, self.is_partial, is_ordered=is_ordered)
         if splits > 1:
             m, d = (array.reshape(-1, splits, n_rows) for array in numbers)
             out, lse = _merged(
                 m,
                 d,
                 out.reshape(-1, splits, n_rows, value_size),
-                kernel.unit / LOG2E,
+                geometry.unit / LOG2E,
                 jnp.float32 if self.is_partial else dtype,
             )
         else:
@@ -115,14 +115,14 @@ def decode_config(head_size: int, value_size: int, dtype, rows: int, window, is_
     largest = max(padded(head_size), padded(value_size))
     if jnp.dtype(dtype) == jnp.float32:
         stages = 4 if largest <= 64 else 2
-        return ForwardConfig(1, 64, stages, registers=(96, 240), ping_pong=False, split=True, producers=2)
+        return ForwardConfig(1, 64, stages, registers=(96, 240), ping_pong=False, has_terms=True, producers=2)
     if largest <= 128:
         return ForwardConfig(1, 128, 3 if largest <= 64 else 2, ping_pong=False)
     return ForwardConfig(1, 64, 3 if largest <= 192 else 2, ping_pong=False)
 
 
-def plan_decoding(types: Mapping[str, Any], target: Target, **options: Any) -> ForwardKernel:
-    """Plans the kernel for operands of these types, by name; `options` are those of `AttentionProblem`."""
+def shape_decoding(types: Mapping[str, Any], target: Target, **options: Any) -> ForwardGeometry:
+    """Shapes the kernel for operands of these types, by name; `options` are those of `AttentionProblem`."""
     query, has_pages = types["query"], "page_table" in types
     (length, heads, size), batch = query.shape[-3:], batch_of(types)
     key, value = (types[f"{name}_pages" if has_pages else name] for name in ("key", "value"))
@@ -145,7 +145,7 @@ def plan_decoding(types: Mapping[str, Any], target: Target, **options: Any) -> F
     shapes: dict[str, Any] = {"batch": batch, "query": (n_rows, key_heads, size), "key": (keys, key_heads, size)}
     shapes |= {"value_size": value_size, "dtype": query.dtype, "names": names, "multiprocessors": target.multiprocessors}
     rows = FoldedRows(group, group if is_strided else None)
-    return ForwardKernel(**shapes, **options, config=config, rows=rows, splits=splits, pages=pages, bytes_dtype=bytes_dtype)
+    return ForwardGeometry(**shapes, **options, config=config, rows=rows, splits=splits, pages=pages, bytes_dtype=bytes_dtype)
 
 
 def splits_for(tiles_unsplit: int, blocks_kv: int, multiprocessors: int, is_ragged: bool) -> int:

@@ -30,67 +30,76 @@ from jax.experimental import pallas as pl
 from jaxsoftmax._gpu import schedule
 from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax.ops.attention.mosaic_sm90.common import lay_out
-from jaxsoftmax.ops.attention.mosaic_sm90.forward_formats import ByteConverter, PagedCopies, TermCopies, TermSlots
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_formats import (
+    ByteConverter,
+    ByteCopies,
+    PagedByteCopies,
+    PagedCopies,
+    TermCopies,
+    TermSlots,
+)
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_pipeline import ForwardConsumer, ForwardProducer, ForwardSlots, TmaCopies
-from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardKernel, ForwardTiles, HeadRows, make_tables
-from jaxsoftmax.ops.attention.operands import OPERANDS, dequantised, without_pages
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardGeometry, ForwardTiles, HeadRows, make_tables
+from jaxsoftmax.ops.attention.operands import INITIAL_RESULTS, OPERANDS, dequantised, without_pages
 
 
 @dataclass(frozen=True)
 class ForwardPlan:
     """Attention by the forward kernel."""
 
-    kernel: ForwardKernel
+    geometry: ForwardGeometry
     prepare: tuple[Callable[..., Any], ...] = ()  # functions of the operands by name, which XLA computes before the kernel
     n_results: int = 2  # 1 for the output alone, 2 for the output and the log-sum-exp
     is_partial: bool = False  # the output, which is one of several that are merged, stays in float32
-    initial: Any = None  # output and log-sum-exp of other keys, arrays, from which rows start; None if they start from nothing
     remark = None
 
     def describe(self) -> str:
-        return ", ".join([self.kernel.describe(), *(_PREPARED[function] for function in self.prepare)])
+        return ", ".join([self.geometry.describe(), *(_PREPARED[function] for function in self.prepare)])
 
     def run(self, **operands: jax.Array | None) -> list[jax.Array]:
-        """Computes `[output, log-sum-exp]`, or the output alone, as `xla.dot_product_attention` does."""
+        """Computes `[output, log-sum-exp]`, or the output alone, as `xla.dot_product_attention` does.
+
+        Rows start from `INITIAL_RESULTS` if these are among the operands.
+        """
         present: Any = {name: operand for name, operand in operands.items() if operand is not None}
         for function in self.prepare:
             present = function(present)
-        order = present if "page_table" in present else [operand.name for operand in OPERANDS]
+        # A ring's `jax.jit` sorts operands by name: in this order the text of the kernel is the same in and outside of a ring.
+        order = present if "page_table" in present else [operand.name for operand in OPERANDS] + list(INITIAL_RESULTS)
         return self.attend({name: present[name] for name in order if name in present})[: self.n_results]
 
     def attend(self, operands: Mapping[str, jax.Array]) -> list[jax.Array]:
         """Computes `[output, log-sum-exp]`."""
-        kernel = self.kernel
-        waves = schedule.waves(kernel) if self.is_partial else 1  # beside a step of a ring a collective may run
-        out, lse = launch(kernel, operands, self.is_partial, self.initial, waves)
-        (length, heads, _), batch = kernel.query, kernel.batch
-        return [out.reshape(*batch, length, heads, kernel.value_size), lse.reshape(*batch, heads, length)]
+        geometry = self.geometry
+        waves = schedule.waves(geometry) if self.is_partial else 1  # beside a step of a ring a collective may run
+        out, lse = launch(geometry, operands, self.is_partial, waves)
+        (length, heads, _), batch = geometry.query, geometry.batch
+        return [out.reshape(*batch, length, heads, geometry.value_size), lse.reshape(*batch, heads, length)]
 
 
 _PREPARED = {without_pages: "pages gathered before", dequantised: "8 bits converted before"}
 
 
-def launch(kernel: ForwardKernel, operands, is_partial=False, initial=None, waves=1, is_ordered=True) -> list[jax.Array]:
+def launch(geometry: ForwardGeometry, operands, is_partial=False, waves=1, is_ordered=True) -> list[jax.Array]:
     """Runs the kernel on operands by name, in several `waves` of blocks of threads.
 
-    `is_partial` and `initial` are those of `ForwardPlan`. Tiles come in the order of `schedule.table`, or by number unless
-    `is_ordered`.
+    `is_partial` is that of `ForwardPlan`. Tiles come in the order of `schedule.table`, or by number unless `is_ordered`.
 
     Returns:
-      The output `[entries, rows, heads, size]`, or as `kernel.rows` says, and the log-sum-exp of the rows; of splits `o`, `m`
-      and `d`, see `ForwardKernel`.
+      The output `[entries, rows, heads, size]`, or as `geometry.rows` says, and the log-sum-exp of the rows; of splits `o`, `m`
+      and `d`, see `ForwardGeometry`.
     """
-    refs, records = _lay_out(kernel, operands, initial)
-    if is_ordered and (table := schedule.table(kernel)) is not None:
+    refs, records = _lay_out(geometry, operands)
+    if is_ordered and (table := schedule.table(geometry)) is not None:
         refs["table"] = table
     results = kernel_of(
-        functools.partial(_kernel, kernel, records, waves),
-        out_type=(result_types := _result_types(kernel, refs["query"], is_partial)),
-        grid=(waves * kernel.n_blocks,),
+        functools.partial(_kernel, geometry, records, waves),
+        out_type=(result_types := _result_types(geometry, refs["query"], is_partial)),
+        grid=(waves * geometry.n_blocks,),
         grid_names=("block",),
-        num_threads=kernel.n_warpgroups,
+        num_threads=geometry.n_warpgroups,
         thread_name="warpgroup",
-        scratch_types=kernel.scratch(),
+        scratch_types=geometry.scratch(),
         # Reductions are along rows, which are inside of warps, and need no shared memory.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         kernel_name="attention_forward_mosaic",
@@ -98,45 +107,46 @@ def launch(kernel: ForwardKernel, operands, is_partial=False, initial=None, wave
     return [results[name] for name in result_types]
 
 
-def _lay_out(kernel: ForwardKernel, operands, initial):
+def _lay_out(geometry: ForwardGeometry, operands):
     """Reshapes operands as the kernel addresses them."""
-    refs, records = lay_out(kernel.batch, {**operands, **make_tables(kernel, operands)})
-    if kernel.pages is not None:
+    others = {name: array for name, array in operands.items() if name not in INITIAL_RESULTS}
+    refs, records = lay_out(geometry.batch, others | make_tables(geometry, others))
+    if geometry.pages is not None:
         for name in ("key_pages", "value_pages"):
             refs[name] = refs[name].reshape(-1, *refs[name].shape[2:])
-    if kernel.config.split:
-        for name, rows in (("query", kernel.rows), ("key", HeadRows()), ("value", HeadRows())):
+    if geometry.config.has_terms:
+        for name, rows in (("query", geometry.rows), ("key", HeadRows()), ("value", HeadRows())):
             refs[name] = refs[name].reshape(rows.matrix_shape(refs[name].shape))
-    if initial is not None:
-        out, lse = initial
-        refs["initial_out"], refs["initial_lse"] = out.reshape(-1, kernel.query[1] * kernel.value_size), lse.ravel()
+    if "initial_out" in operands:
+        refs["initial_out"] = operands["initial_out"].reshape(-1, geometry.query[1] * geometry.value_size)
+        refs["initial_lse"] = operands["initial_lse"].ravel()
     return refs, records
 
 
-def _result_types(kernel: ForwardKernel, query, is_partial) -> OrderedDict[str, jax.ShapeDtypeStruct]:
+def _result_types(geometry: ForwardGeometry, query, is_partial) -> OrderedDict[str, jax.ShapeDtypeStruct]:
     """Returns the types of the results of the kernel, by name."""
-    count, (length, heads, _), size = math.prod(kernel.batch), kernel.query, kernel.value_size
-    numbers = jax.ShapeDtypeStruct((count * heads * kernel.splits * length,), jnp.float32)
-    if kernel.splits > 1:
+    count, (length, heads, _), size = math.prod(geometry.batch), geometry.query, geometry.value_size
+    numbers = jax.ShapeDtypeStruct((count * heads * geometry.splits * length,), jnp.float32)
+    if geometry.splits > 1:
         return OrderedDict(out=jax.ShapeDtypeStruct((*numbers.shape, size), jnp.float32), m=numbers, d=numbers)
     shape, dtype = (count, *query.shape[1:-1], size), query.dtype
-    if kernel.config.split or is_partial:  # from registers
-        shape, dtype = kernel.rows.matrix_shape((count, length, heads, size)), jnp.float32
+    if geometry.config.has_terms or is_partial:  # from registers
+        shape, dtype = geometry.rows.matrix_shape((count, length, heads, size)), jnp.float32
     return OrderedDict(out=jax.ShapeDtypeStruct(shape, dtype), lse=numbers)
 
 
-def _kernel(kernel: ForwardKernel, records, waves, refs, results, **memory) -> None:
+def _kernel(geometry: ForwardGeometry, records, waves, refs, results, **memory) -> None:
     """Divides the work of a block of threads among its warpgroups."""
     operands = {name: replace(record, ref=refs[name]) for name, record in records.items()}
     initial = (refs["initial_out"], refs["initial_lse"]) if "initial_out" in refs else None
-    slots = TermSlots(kernel, memory) if kernel.config.split else ForwardSlots(kernel, memory)
-    tiles = ForwardTiles(kernel, operands)
+    slots = TermSlots(geometry, memory) if geometry.config.has_terms else ForwardSlots(geometry, memory)
+    tiles = ForwardTiles(geometry, operands)
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     # The last block of queries may see the most keys.
-    work = schedule.BlockTiles(kernel, block, refs.get("table"), memory, tiles.tile, last_first=True, waves=waves)
-    (fewer, more), consumers = kernel.config.registers, kernel.config.consumers
+    work = schedule.BlockTiles(geometry, block, refs.get("table"), memory, tiles.tile, last_first=True, waves=waves)
+    (fewer, more), consumers = geometry.config.registers, geometry.config.consumers
 
-    for i, role in enumerate(_producers(kernel, operands, slots)):
+    for i, role in enumerate(_producers(geometry, operands, slots)):
 
         @pl.when(warpgroup == consumers + i)
         def _(i=i, role=role):
@@ -146,16 +156,17 @@ def _kernel(kernel: ForwardKernel, records, waves, refs, results, **memory) -> N
     @pl.when(warpgroup < consumers)
     def _():
         plgpu.set_max_registers(more, action="increase")
-        consumer = ForwardConsumer(warpgroup, kernel, operands, results, slots, tiles, initial)
+        consumer = ForwardConsumer(warpgroup, geometry, operands, results, slots, tiles, initial)
         consumer.start()
         work.each(consumer)
         plgpu.wait_smem_to_gmem(0)
 
 
-def _producers(kernel, operands, slots):
+def _producers(geometry, operands, slots):
     """Lists what the warpgroups beside the consumers do with a tile."""
-    kind = TermCopies if kernel.config.split else TmaCopies if kernel.pages is None else PagedCopies
-    copies, letters = kind(kernel, operands, slots), {1: ["kqv"], 2: ["kq", "v"]}[kernel.config.producers]
-    producers = [ForwardProducer(kernel, copies, copied) for copied in letters]
-    converted = ("key", "value") if kernel.config.byte_stages else ()
-    return producers + [ByteConverter(kernel, operands, slots, name) for name in converted]
+    plain, paged = (ByteCopies, PagedByteCopies) if geometry.config.byte_stages else (TmaCopies, PagedCopies)
+    kind = TermCopies if geometry.config.has_terms else plain if geometry.pages is None else paged
+    copies, letters = kind(geometry, operands, slots), {1: ["kqv"], 2: ["kq", "v"]}[geometry.config.producers]
+    producers = [ForwardProducer(geometry, copies, copied) for copied in letters]
+    converted = ("key", "value") if geometry.config.byte_stages else ()
+    return producers + [ByteConverter(geometry, operands, slots, name) for name in converted]

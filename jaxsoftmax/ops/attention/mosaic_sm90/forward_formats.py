@@ -24,13 +24,13 @@ from jax.experimental import pallas as pl
 from jaxsoftmax._gpu import wgmma
 from jaxsoftmax.ops.attention.mosaic_sm90.common import ROWS, SWIZZLED, GlobalOperand
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_pipeline import ForwardSlots, TmaCopies
-from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardKernel
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardGeometry
 
 
-def load_page_numbers(kernel: ForwardKernel, operands: dict[str, GlobalOperand], tile, block) -> list[Any]:
+def load_page_numbers(geometry: ForwardGeometry, operands: dict[str, GlobalOperand], tile, block) -> list[Any]:
     """Loads the numbers of the pages of a key block. Those behind the last key are the number of its page."""
-    pages: Any = kernel.pages
-    page, table, block_kv = jnp.int32(pages.size), operands["page_table"], kernel.config.block_kv
+    pages: Any = geometry.pages
+    page, table, block_kv = jnp.int32(pages.size), operands["page_table"], geometry.config.block_kv
     first, last = lax.div(block * block_kv, page), jnp.maximum(tile.lengths[1] - 1, 0)
     places = [jnp.minimum(first + i, lax.div(last, page)) for i in range(pages.count_in_block(block_kv))]
     return [jnp.clip(table[tile.b, at], 0, pages.count - 1) for at in places]
@@ -44,14 +44,17 @@ class PagedCopies(TmaCopies):
     that no other page is read.
     """
 
+    # Not for float32, whose copies are long too: ptxas spills 16 bytes more, and 1728 us become 1766 on an H100.
+    IS_ONE_LOOP = True
+
     def look_up(self, tile, block):
-        return load_page_numbers(self.kernel, self.operands, tile, block)
+        return load_page_numbers(self.geometry, self.operands, tile, block)
 
     def copy(self, name, slot, tile, first, rows, head, looked_up=()):
         if name == "query":
             super().copy(name, slot, tile, first, rows, head)
             return
-        pages: Any = self.kernel.pages
+        pages: Any = self.geometry.pages
         operand, letter, memory = self.operands[f"{name}_pages"], self.letter(name), self.slots.memory
         plgpu.barrier_wait(memory[f"{letter}_empty"].at[slot])
         full, rows = memory[f"{letter}_full"].at[slot], min(pages.size, rows)
@@ -101,10 +104,10 @@ class TermCopies(TmaCopies):
     def copy(self, name, slot, tile, first, rows, head, looked_up=()):
         del looked_up
         operand, letter, memory = self.operands[name], name[0], self.slots.memory
-        length, heads, _ = self.kernel.query if name == "query" else self.kernel.key
+        length, heads, _ = self.geometry.query if name == "query" else self.geometry.key
         entry = operand.index(tile.b)
         if name == "query":
-            entry, head, heads = self.kernel.rows.in_matrix(entry, head, heads)
+            entry, head, heads = self.geometry.rows.in_matrix(entry, head, heads)
         size = operand.ref.shape[1] // heads
         for row in range(0, rows, ROWS):
             for col in range(0, size, SWIZZLED):
@@ -121,10 +124,27 @@ class TermCopies(TmaCopies):
 
 
 @dataclass(frozen=True)
+class ByteCopies(TmaCopies):
+    """Copies keys and values of 8 bits to slots of bytes, from where they are converted."""
+
+    @property
+    def n_stages(self):
+        return self.geometry.config.byte_stages
+
+    def letter(self, name):
+        return name[0] if name == "query" else f"{name[0]}_bytes"
+
+
+@dataclass(frozen=True)
+class PagedByteCopies(ByteCopies, PagedCopies):
+    """Copies keys and values of 8 bits from their pages to slots of bytes."""
+
+
+@dataclass(frozen=True)
 class ByteConverter:
     """A warpgroup that converts the keys, or the values, of tiles: `name` is "key" or "value"."""
 
-    kernel: ForwardKernel
+    geometry: ForwardGeometry
     operands: dict[str, GlobalOperand]
     slots: ForwardSlots
     name: str
@@ -137,7 +157,7 @@ class ByteConverter:
         def look_up(i):
             if page_scales is None:
                 return []
-            return load_page_numbers(self.kernel, self.operands, tile, jnp.maximum(tile.high - 1 - i, 0))
+            return load_page_numbers(self.geometry, self.operands, tile, jnp.maximum(tile.high - 1 - i, 0))
 
         def load_scales(pages):
             return [page_scales[tile.b, number, tile.head] for number in pages]
@@ -146,7 +166,7 @@ class ByteConverter:
             pages, scales = carry
             following = look_up(i + 2), load_scales(pages)  # long before they are needed
             slot = self.slots.stage(steps + i)
-            self._convert(slot, lax.rem(steps + i, jnp.int32(self.kernel.config.byte_stages)), scales)
+            self._convert(slot, lax.rem(steps + i, jnp.int32(self.geometry.config.byte_stages)), scales)
             return following
 
         scales = load_scales(look_up(0))
@@ -155,10 +175,10 @@ class ByteConverter:
 
     def _convert(self, slot, byte_slot, scales):
         """Converts a key block. `scales` are int32 with the bits of a scale for each of equal parts of its keys."""
-        letter, memory, rows = self.name[0], self.slots.memory, self.kernel.config.block_kv
+        letter, memory, rows = self.name[0], self.slots.memory, self.geometry.config.block_kv
         byte = f"{letter}_bytes"
         plgpu.barrier_wait(memory[f"{byte}_full"].at[byte_slot])
-        is_float = self.kernel.bytes_dtype != "int8"
+        is_float = self.geometry.bytes_dtype != "int8"
         slabs = zip(self.slots.slabs(byte, byte_slot), self.slots.slabs(letter, slot), strict=True)
         for i, (source, target) in enumerate(slabs):
             width = min(target.shape[1], 2 * SWIZZLED)  # each store takes two barriers, whatever its size

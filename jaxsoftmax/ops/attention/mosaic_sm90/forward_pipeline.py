@@ -35,7 +35,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     in_one_segment,
     tanh,
 )
-from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardKernel, ForwardTile, ForwardTiles
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardGeometry, ForwardTile, ForwardTiles
 
 # The first of the named barriers for ping-pong, one for each consumer. Mosaic GPU uses those before: a test holds it to that.
 _PING_PONG = 8
@@ -53,23 +53,23 @@ class ForwardSlots:
     threads are counted through: step `i` uses stage `i % stages` of keys and values.
     """
 
-    kernel: ForwardKernel
+    geometry: ForwardGeometry
     memory: dict[str, Any]
 
     def stage(self, step):
         """Returns the stage of keys and values of a step."""
-        return lax.rem(step, jnp.int32(self.kernel.config.stages))
+        return lax.rem(step, jnp.int32(self.geometry.config.stages))
 
     def slabs(self, letter, slot) -> list[Any]:
         """Lists the slabs of columns of a slot, as the tensor cores take them."""
-        if not self.kernel.is_ragged:
+        if not self.geometry.is_ragged:
             return [self.memory[letter].at[slot]]
         _, tiled = self.memory[letter]
         return [tiled.at[slot, slab] for slab in range(tiled.shape[1])]
 
     def copy_slabs(self, letter, slot, copy) -> None:
         """Does `copy(columns, slab)` for each slab of a slot, as TMA takes it."""
-        if not self.kernel.is_ragged:
+        if not self.geometry.is_ragged:
             copy(slice(None), self.memory[letter].at[slot])
             return
         untiled, _ = self.memory[letter]
@@ -85,7 +85,7 @@ class ForwardSlots:
 
     def multiply_values(self, o_acc, weights, step) -> None:
         """Starts O += P V once the values are there. `weights` are `rounded`."""
-        stage, width = self.stage(step), self.kernel.value_width
+        stage, width = self.stage(step), self.geometry.value_width
         plgpu.barrier_wait(self.memory["v_full"].at[stage])
         values = self.slabs("v", stage)
         if width < values[0].shape[1]:
@@ -99,16 +99,22 @@ class ForwardSlots:
 
     def rounded(self, weights):
         """Returns weights as the tensor cores take them, from registers."""
-        return weights.astype(self.kernel.dtype)
+        return weights.astype(self.geometry.dtype)
 
 
 @dataclass(frozen=True)
 class TmaCopies:
     """Copies queries, keys and values to their slots by TMA, once these are empty."""
 
-    kernel: ForwardKernel
+    geometry: ForwardGeometry
     operands: dict[str, GlobalOperand]
     slots: ForwardSlots
+    IS_ONE_LOOP = False  # all steps of a tile are in one loop, so that the code of a copy is there once, and lowered once
+
+    @property
+    def n_stages(self) -> int:
+        """Number of stages of keys, and of values."""
+        return self.geometry.config.stages
 
     def look_up(self, tile, block) -> list[Any]:
         """Loads what a copy of a key block has to know, a step before: nothing."""
@@ -125,14 +131,14 @@ class TmaCopies:
         def copy_slab(columns, slab):
             at = pl.ds(first, rows), head
             if name == "query":
-                at = self.kernel.rows.at(*at)
+                at = self.geometry.rows.at(*at)
             plgpu.copy_gmem_to_smem(operand.ref.at[operand.index(tile.b)].at[*at, columns], slab, full)
 
         self.slots.copy_slabs(letter, slot, copy_slab)
 
     def letter(self, name) -> str:
-        """Returns the name of the slots that an operand is copied to: with 8 bits they are converted from there."""
-        return f"{name[0]}_bytes" if self.kernel.config.byte_stages and name != "query" else name[0]
+        """Returns the name of the slots that an operand is copied to."""
+        return name[0]
 
 
 def visit(tile: ForwardTile, steps, work) -> Any:
@@ -148,7 +154,7 @@ def visit(tile: ForwardTile, steps, work) -> Any:
 class ForwardProducer:
     """A producer warpgroup, which copies what its `letters` name: queries "q", keys "k" and values "v"."""
 
-    kernel: ForwardKernel
+    geometry: ForwardGeometry
     copies: TmaCopies
     letters: str
 
@@ -157,16 +163,16 @@ class ForwardProducer:
         return visit(tile, steps, lambda: self._copy_tile(tile, steps))
 
     def _copy_tile(self, tile, steps):
-        kernel, config, copies = self.kernel, self.kernel.config, self.copies
-        key_head = lax.div(tile.head, jnp.int32(kernel.query[1] // kernel.key[1]))
+        geometry, config, copies = self.geometry, self.geometry.config, self.copies
+        key_head = lax.div(tile.head, jnp.int32(geometry.query[1] // geometry.key[1]))
         count = tile.high - tile.low
 
         def copy_queries():
             for consumer in range(config.consumers):
-                copies.copy("query", consumer, tile, tile.block * kernel.block_q + consumer * ROWS, ROWS, tile.head)
+                copies.copy("query", consumer, tile, tile.block * geometry.block_q + consumer * ROWS, ROWS, tile.head)
 
         def copy_block(name, i, looked_up):
-            slot = lax.rem(steps + i, jnp.int32(config.byte_stages or config.stages))
+            slot = lax.rem(steps + i, jnp.int32(copies.n_stages))
             first = (tile.high - 1 - i) * config.block_kv
             copies.copy(name, slot, tile, first, config.block_kv, key_head, looked_up)
 
@@ -181,9 +187,9 @@ class ForwardProducer:
                 pl.when(has_values)(lambda: copy_block("value", i - 1, before))
             return following
 
-        if kernel.pages is not None:  # the code of a copy is long: it is there once, and lowered once
-            # Not for float32, whose copies are long too: ptxas spills 16 bytes more, and 1728 us become 1766 on an H100.
-            none = [jnp.int32(0)] * kernel.pages.count_in_block(config.block_kv)
+        if copies.IS_ONE_LOOP:
+            pages: Any = geometry.pages
+            none = [jnp.int32(0)] * pages.count_in_block(config.block_kv)
             lax.fori_loop(0, count + 1, lambda i, before: copy_step(i, before, i < count, i == 0, i > 0), none)
             return
         copy_step(0, [], has_queries=True, has_values=False)
@@ -194,18 +200,18 @@ class ForwardProducer:
 class ForwardScores:
     """Scores and weights of the rows of a tile that a consumer has, from `first` on, one key block after the other."""
 
-    def __init__(self, kernel: ForwardKernel, operands: dict[str, GlobalOperand], tile: ForwardTile, first):
-        self.kernel, self.operands, self.tile, self.first = kernel, operands, tile, first
-        self.shape, self.unit = (ROWS, kernel.config.block_kv), kernel.unit
-        slack, self.headroom = _SLACK_AND_HEADROOM[kernel.dtype.name]
-        self.factor = kernel.scale if kernel.soft_cap is None else kernel.soft_cap
+    def __init__(self, geometry: ForwardGeometry, operands: dict[str, GlobalOperand], tile: ForwardTile, first):
+        self.geometry, self.operands, self.tile, self.first = geometry, operands, tile, first
+        self.shape, self.unit = (ROWS, geometry.config.block_kv), geometry.unit
+        slack, self.headroom = _SLACK_AND_HEADROOM[geometry.dtype.name]
+        self.factor = geometry.scale if geometry.soft_cap is None else geometry.soft_cap
         scale_log2 = LOG2E * self.factor if self.unit == 1 else 1.0
         options = {"scale_log2": scale_log2, "slack": slack, "headroom": self.headroom, "unit": self.unit}
         # It pushes scores in these units, and gives their weights.
         self.push = functools.partial(online.push_log2, **options)
-        left, right = kernel.window
-        has_limits = not {"ranges", "query_lengths", "key_lengths"}.isdisjoint(kernel.names)
-        is_ragged = kernel.key[0] % self.shape[1] != 0
+        left, right = geometry.window
+        has_limits = not {"ranges", "query_lengths", "key_lengths"}.isdisjoint(geometry.names)
+        is_ragged = geometry.key[0] % self.shape[1] != 0
         # Some key block has to be masked by lengths, the window or segments.
         self.is_banded = left is not None or right is not None or is_ragged or has_limits
         scales = (operands.get(f"{name}_scale") for name in ("key", "value"))
@@ -213,14 +219,14 @@ class ForwardScores:
         self.first_key: Any = None  # int32 of the rows, the first key that each sees; None if no window limits it
         self.last_key: Any = None  # int32 of the rows, the last key that each sees; None unless `is_banded`
         if self.is_banded:
-            position = kernel.rows.query_of(first + lax.iota(jnp.int32, ROWS))
+            position = geometry.rows.query_of(first + lax.iota(jnp.int32, ROWS))
             last_key = jnp.where(position < tile.lengths[0], tile.lengths[1] - 1, -1)
             position += tile.offset
             self.first_key = None if left is None else position - left
             self.last_key = last_key if right is None else jnp.minimum(last_key, position + right)
         self.segments: Any = None
         if "query_segments" in operands:
-            ids, queries = operands["query_segments"], kernel.query[0]
+            ids, queries = operands["query_segments"], geometry.query[0]
             start = ids.index(tile.b) * queries + first
             self.segments = wgmma.load_product_rows(ids.ref, start, queries - first, self.shape)
 
@@ -237,8 +243,8 @@ class ForwardScores:
         """
         if self.key_scale is not None:
             s = s * self.key_scale
-        if self.kernel.soft_cap is not None:
-            s = tanh(s * (self.kernel.scale / self.kernel.soft_cap))
+        if self.geometry.soft_cap is not None:
+            s = tanh(s * (self.geometry.scale / self.geometry.soft_cap))
         if "bias" in self.operands:
             s = s * self.factor
             bias = self._tile_of("bias", block, wgmma.load_product).astype(jnp.float32)
@@ -260,13 +266,13 @@ class ForwardScores:
 
     def _in_one_segment(self, s, start):
         """Returns the scores of the keys from `start` on, `-inf` for keys of another segment."""
-        ids, keys = self.operands["key_segments"], self.kernel.key[0]
+        ids, keys = self.operands["key_segments"], self.geometry.key[0]
         key_ids = wgmma.load_product_cols(ids.ref, ids.index(self.tile.b) * keys + start, keys - start, self.shape)
         return in_one_segment(s, self.segments, key_ids)
 
     def kept(self, weights, block):
         """Returns the weights of a key block that dropout keeps, and 0 for the others."""
-        rate = self.kernel.dropout_rate
+        rate = self.geometry.dropout_rate
         if not rate:
             return weights
         tile, seeds = self.tile, self.operands["seeds"]
@@ -285,7 +291,7 @@ class ForwardScores:
         operand = self.operands[name]
         row = operand.row(self.tile.b, self.tile.head, self.first)
         start = block * self.shape[1]
-        limits = jnp.where(is_there, self.kernel.query[0] - self.first, 0), self.kernel.key[0] - start
+        limits = jnp.where(is_there, self.geometry.query[0] - self.first, 0), self.geometry.key[0] - start
         return load(operand.ref, row, start, limits, self.shape, varies=operand.varies)
 
 
@@ -294,7 +300,7 @@ class ForwardConsumer:
     """A consumer warpgroup, which computes 64 rows of each tile."""
 
     index: Any  # number of the consumer
-    kernel: ForwardKernel
+    geometry: ForwardGeometry
     operands: dict[str, GlobalOperand]
     results: dict[str, Any]
     slots: ForwardSlots  # what producers fill
@@ -303,7 +309,7 @@ class ForwardConsumer:
 
     def start(self) -> None:
         """Says that all slots are empty, and that the first consumer has the tensor cores first."""
-        config, memory = self.kernel.config, self.slots.memory
+        config, memory = self.geometry.config, self.slots.memory
         for stage in range(config.byte_stages):
 
             @pl.when(self.index == 0)
@@ -320,7 +326,7 @@ class ForwardConsumer:
 
     def __call__(self, tile, steps):
         """Computes the rows of a tile; returns the number of steps so far."""
-        first = tile.block * self.kernel.block_q + self.index * ROWS
+        first = tile.block * self.geometry.block_q + self.index * ROWS
         pl.when(tile.is_empty)(lambda: self._store_nothing(tile, first))
         return visit(tile, steps, lambda: self._attend(tile, first, steps))
 
@@ -330,11 +336,11 @@ class ForwardConsumer:
         high = jnp.clip(high, tile.low + 1, tile.high)
         low = jnp.clip(low, tile.low, high - 1)
         count, end = high - low, steps + tile.high - tile.low
-        scores = ForwardScores(self.kernel, self.operands, tile, first)
+        scores = ForwardScores(self.geometry, self.operands, tile, first)
         lax.fori_loop(steps, steps + tile.high - high, self._skip, None)
         steps = steps + tile.high - high
-        rows = ForwardRows(self, tile, scores, first, high, count, steps)
-        pl.run_scoped(rows.attend, plgpu.ACC((ROWS, self.kernel.sizes[1]), jnp.float32))
+        pipeline = ForwardPipeline(self, tile, scores, first, high, count, steps)
+        pl.run_scoped(pipeline.attend, plgpu.ACC((ROWS, self.geometry.sizes[1]), jnp.float32))
         lax.fori_loop(steps + count, end, self._skip, None)
 
     def _skip(self, step, _):
@@ -353,24 +359,24 @@ class ForwardConsumer:
 
     def take_tensor_cores(self) -> None:
         """Waits until the consumer before hands the tensor cores over."""
-        if self.kernel.config.ping_pong:
+        if self.geometry.config.ping_pong:
             sync.named_barrier_sync(_PING_PONG + self.index)
 
     def pass_tensor_cores(self) -> None:
         """Hands the tensor cores over to the next consumer."""
-        if self.kernel.config.ping_pong:
-            following = lax.rem(self.index + 1, jnp.int32(self.kernel.config.consumers))
+        if self.geometry.config.ping_pong:
+            following = lax.rem(self.index + 1, jnp.int32(self.geometry.config.consumers))
             sync.named_barrier_arrive(_PING_PONG + following)
 
     def row(self, tile, first):
         """Returns the number of a row among those of all splits."""
-        (length, heads, _), splits = self.kernel.query, self.kernel.splits
+        (length, heads, _), splits = self.geometry.query, self.geometry.splits
         return ((tile.b * heads + tile.head) * splits + tile.split) * length + first
 
     def store_rows(self, tile, first, **numbers) -> None:
         """Stores a number of each of the rows from `first` on, to results by name."""
         for name, values in numbers.items():
-            limit = self.kernel.query[0] - first
+            limit = self.geometry.query[0] - first
             wgmma.store_product_rows(self.results[name], self.row(tile, first), limit, values)
 
     def _store_nothing(self, tile, first):
@@ -381,7 +387,7 @@ class ForwardConsumer:
 
 
 @dataclass(frozen=True)
-class ForwardRows:
+class ForwardPipeline:
     """The pipeline of a consumer for its rows of a tile, from `first` on.
 
     They push `count` key blocks, from `high - 1` down. The first one is that of step `steps`.
@@ -401,7 +407,7 @@ class ForwardRows:
         The product P V of a key block runs while the scores S of the next one become weights P.
         """
         consumer, scores, slots = self.consumer, self.scores, self.consumer.slots
-        memory, kernel, steps = slots.memory, consumer.kernel, self.steps
+        memory, geometry, steps = slots.memory, consumer.geometry, self.steps
 
         # S = Q K' of the first key block.
         start, o = self._start()
@@ -423,7 +429,7 @@ class ForwardRows:
         m, d, weights, _ = lax.fori_loop(1, self.count, functools.partial(self._step, whole, o_acc), carry)
 
         # O += P V of the last one, and the output.
-        if kernel.config.own_output:
+        if geometry.config.own_output:
             plgpu.barrier_arrive(memory["q_empty"].at[consumer.index])
         last = steps + self.count - 1
         slots.multiply_values(o_acc, weights, last)
@@ -458,7 +464,7 @@ class ForwardRows:
             slots.multiply_values(o_acc, weights, self.steps + i - 1)
             consumer.pass_tensor_cores()
             following = scores.load_mask(self.high - 2 - i, i + 1 < self.count)
-            return plgpu.wgmma_accumulator_load(s_acc, wait_n=consumer.kernel.n_products), following
+            return plgpu.wgmma_accumulator_load(s_acc, wait_n=consumer.geometry.n_products), following
 
         s, following = pl.run_scoped(multiply, plgpu.ACC(scores.shape, jnp.float32))
         plgpu.barrier_arrive(memory["k_empty"].at[slots.stage(self.steps + i)])
@@ -475,36 +481,37 @@ class ForwardRows:
 
     def _start(self):
         """Returns the state before the first key, from `initial` or a sink if there is one, and its sums of values or None."""
-        consumer, scores, kernel, tile = self.consumer, self.scores, self.consumer.kernel, self.tile
+        consumer, scores, geometry, tile = self.consumer, self.scores, self.consumer.geometry, self.tile
         state, o = online.identity(()), None
         if consumer.initial is not None:
-            (length, _, _), size, (out, lse) = kernel.query, kernel.value_size, consumer.initial
+            (length, _, _), size, (out, lse) = geometry.query, geometry.value_size, consumer.initial
             place, left = (tile.b * length + self.first, tile.head * size), length - self.first
-            o = wgmma.load_product(out, *place, (left, size), (ROWS, kernel.sizes[1]), varies=(True, True))
+            o = wgmma.load_product(out, *place, (left, size), (ROWS, geometry.sizes[1]), varies=(True, True))
             lse = wgmma.load_product_rows(lse, consumer.row(tile, self.first), left, scores.shape)
             state = online.lift_log2(lse, headroom=scores.headroom, unit=scores.unit)
-            o = o * ((1 - kernel.dropout_rate) * 2.0**scores.headroom)
+            # `initial` is normalised, and `_store` divides by (1 - rate) d, where d starts as 2^headroom.
+            o = o * ((1 - geometry.dropout_rate) * 2.0**scores.headroom)
         elif "sinks" in consumer.operands:
-            sinks = kernel.rows.sinks(consumer.operands["sinks"], tile, self.first, kernel)
+            sinks = geometry.rows.sinks(consumer.operands["sinks"], tile, self.first, geometry)
             state = online.lift_log2(sinks, headroom=scores.headroom, unit=scores.unit)
         return State(*(jnp.broadcast_to(part, (ROWS,)) for part in (state.m, state.d))), o
 
     def _store(self, state):
         """Stores output and log-sum-exp, or the state if there are several splits."""
-        consumer, kernel, tile, first = self.consumer, self.consumer.kernel, self.tile, self.first
-        (length, heads, _), size, out = kernel.query, kernel.value_size, consumer.results["out"]
+        consumer, geometry, tile, first = self.consumer, self.consumer.geometry, self.tile, self.first
+        (length, heads, _), size, out = geometry.query, geometry.value_size, consumer.results["out"]
         row = consumer.row(tile, first)
         if self.scores.value_scale is not None:
             state = state._replace(o=state.o * self.scores.value_scale)
-        if kernel.splits > 1:
+        if geometry.splits > 1:
             wgmma.store_product(out, row, 0, (length - first, size), state.o)
             consumer.store_rows(tile, first, m=state.m, d=state.d)
             self._leave_queries()
             return
-        reciprocal = jnp.where(state.d == 0, 0.0, 1 / ((1 - kernel.dropout_rate) * state.d))
+        reciprocal = jnp.where(state.d == 0, 0.0, 1 / ((1 - geometry.dropout_rate) * state.d))
         o = state.o * lax.broadcast_in_dim(reciprocal, state.o.shape, (0,))
         if out.dtype == jnp.float32:
-            entry, head, _ = kernel.rows.in_matrix(tile.b, tile.head, heads)
+            entry, head, _ = geometry.rows.in_matrix(tile.b, tile.head, heads)
             wgmma.store_product(out, entry * length + first, head * size, (length - first, size), o)
         else:
             self._copy_out(o)
@@ -513,17 +520,17 @@ class ForwardRows:
 
     def _copy_out(self, o):
         """Stores an output of 16 bits by way of shared memory."""
-        consumer, kernel, slots = self.consumer, self.consumer.kernel, self.consumer.slots
-        letter, out = "o" if kernel.config.own_output else "q", consumer.results["out"]
-        b, at = self.tile.b, kernel.rows.at(pl.ds(self.first, ROWS), self.tile.head)
+        consumer, geometry, slots = self.consumer, self.consumer.geometry, self.consumer.slots
+        letter, out = "o" if geometry.config.own_output else "q", consumer.results["out"]
+        b, at = self.tile.b, geometry.rows.at(pl.ds(self.first, ROWS), self.tile.head)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for i, slab in enumerate(slots.slabs(letter, consumer.index)):
-            slab[...] = o[:, i * slab.shape[1] : (i + 1) * slab.shape[1]].astype(kernel.dtype)
+            slab[...] = o[:, i * slab.shape[1] : (i + 1) * slab.shape[1]].astype(geometry.dtype)
         plgpu.commit_smem()
         slots.copy_slabs(letter, consumer.index, lambda cols, slab: plgpu.copy_smem_to_gmem(slab, out.at[b, *at, cols]))
 
     def _leave_queries(self):
         """Says that the queries' shared memory is empty, if the output had it."""
-        if not self.consumer.kernel.config.own_output:
+        if not self.consumer.geometry.config.own_output:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(self.consumer.slots.memory["q_empty"].at[self.consumer.index])

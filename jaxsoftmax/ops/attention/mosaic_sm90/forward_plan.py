@@ -22,13 +22,13 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     ROWS,
     SWIZZLED,
     Arithmetic,
-    AttentionKernel,
+    AttentionGeometry,
     GlobalOperand,
     shapes_of,
 )
 
-# Numbers that an operand says of a tile. Where there are any, the time of a tile depends on operands. `query_offset` is an
-# operand, as a cache grows from step to step.
+# Number of int32 that each operand tells of a tile. With any of them only operands decide how long a tile takes, so blocks take
+# tickets. `query_offset` is an operand, as a cache grows from step to step.
 FACTS = {"query_lengths": 1, "key_lengths": 1, "query_offset": 1, "ranges": 4, "mask_reach": 2}
 
 
@@ -42,7 +42,7 @@ class ForwardConfig:
     own_output: bool = True  # else the output takes the place of the queries, which are as large then
     registers: tuple[int, int] = (24, 240)  # of a thread of a producer, and of a consumer
     ping_pong: bool = True  # consumers take turns at the tensor cores, so that one multiplies while another exponentiates
-    split: bool = False  # operands are float32, each the sum of two terms; the output needs no shared memory then
+    has_terms: bool = False  # operands are float32, each the sum of two terms; the output needs no shared memory then
     producers: int = 1  # warpgroups that copy: one, or one for queries and keys and one for values
     byte_stages: int = 0  # key blocks of 8 bits, and value blocks, in shared memory; 0 if keys and values have more bits
 
@@ -56,7 +56,7 @@ class ForwardConfig:
 class HeadRows:
     """Rows of a query head: row `i` belongs to query `i`. Queries and output are `[entries, rows, heads, size]`."""
 
-    group: int = 1  # rows of a query
+    heads_per_query: int = 1  # heads that have a row of each query
     box: int | None = None  # rows that a box of TMA takes from each of several queries; None if it takes rows of one head
 
     def queries_from(self, first: Any, n_rows: int, arithmetic: Arithmetic) -> tuple[Any, int]:
@@ -81,9 +81,9 @@ class HeadRows:
         """Returns entry, head and number of heads of rows in that matrix."""
         return entry, head, heads
 
-    def sinks(self, operand, tile, first, kernel):
+    def sinks(self, operand, tile, first, geometry):
         """Loads the sink of the rows, a scalar."""
-        del first, kernel
+        del first, geometry
         return operand[tile.b, tile.head].astype(jnp.float32)
 
 
@@ -91,21 +91,22 @@ class HeadRows:
 class FoldedRows(HeadRows):
     """Rows of all query heads that share a key head: a tile reads these keys once for all of them.
 
-    Row `i` belongs to query `i // group`, and to head `i % group` of the group. Heads of a kernel with such rows are key heads.
-    If the group divides 64, TMA copies a box of queries, heads and columns to rows that follow one another, and the output
-    back: `box` is `group` then. Otherwise, and in float32, XLA transposes both to `[entries, key heads, rows, size]`.
+    With `n = heads_per_query`, row `i` belongs to query `i // n` and to its head `i % n`. Heads of a kernel with such rows are
+    key heads. If `n` divides 64, TMA copies a box of queries, heads and columns to rows that follow one another, and the output
+    back: `box` is `n` then. Otherwise, and in float32, XLA transposes both to `[entries, key heads, rows, size]`.
     """
 
     def queries_from(self, first: Any, n_rows: int, arithmetic: Arithmetic) -> tuple[Any, int]:
-        return arithmetic.divide(first, self.group), (n_rows + self.group - 2) // self.group + 1
+        return arithmetic.divide(first, self.heads_per_query), (n_rows + self.heads_per_query - 2) // self.heads_per_query + 1
 
     def query_of(self, row):
-        return lax.div(row, jnp.int32(self.group))
+        return lax.div(row, jnp.int32(self.heads_per_query))
 
     def at(self, rows, head):
         if self.box is None:
             return head, rows
-        return pl.ds(lax.div(rows.start, jnp.int32(self.group)), rows.size // self.group), pl.ds(head * self.group, self.group)
+        heads = self.heads_per_query
+        return pl.ds(lax.div(rows.start, jnp.int32(heads)), rows.size // heads), pl.ds(head * heads, heads)
 
     def matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Returns the shape of queries, or the output, as a matrix of rows: `[entries * heads * rows, size]`."""
@@ -114,11 +115,11 @@ class FoldedRows(HeadRows):
     def in_matrix(self, entry, head, heads: int) -> tuple[Any, Any, int]:
         return entry * heads + head, 0, 1
 
-    def sinks(self, operand, tile, first, kernel):
+    def sinks(self, operand, tile, first, geometry):
         """Loads the sinks of the rows. They belong to the first split alone: the others have no sink."""
-        length, heads, _ = kernel.query
+        length, heads, _ = geometry.query
         start = (operand.index(tile.b) * heads + tile.head) * length + first
-        sinks = wgmma.load_product_rows(operand.ref, start, length - first, (ROWS, kernel.config.block_kv))
+        sinks = wgmma.load_product_rows(operand.ref, start, length - first, (ROWS, geometry.config.block_kv))
         return jnp.where(jnp.broadcast_to(tile.split, (ROWS,)) == 0, sinks, -jnp.inf)
 
 
@@ -141,9 +142,9 @@ def forward_config(
     sizes = padded(head_size), padded(value_size)
     if jnp.dtype(dtype) == jnp.float32:
         if max(sizes) <= 64:
-            return ForwardConfig(3, 64, 3, registers=(72, 144), ping_pong=False, split=True)
+            return ForwardConfig(3, 64, 3, registers=(72, 144), ping_pong=False, has_terms=True)
         # One warpgroup that splits operands is too slow for the tensor cores.
-        return ForwardConfig(2, 64, 2, registers=(96, 160), ping_pong=False, split=True, producers=2)
+        return ForwardConfig(2, 64, 2, registers=(96, 160), ping_pong=False, has_terms=True, producers=2)
     # Ping-pong costs more than it gives above head size 128, and at 64 without a window.
     if max(sizes) > 128 and sizes[0] != sizes[1]:
         return ForwardConfig(2, 64, 2, ping_pong=False)
@@ -160,8 +161,11 @@ def padded(size: int) -> int:
 
 
 @dataclass(frozen=True)
-class ForwardKernel(AttentionKernel):
-    """The forward kernel for one problem. A tile is a block of rows of one head, and of one split of the keys."""
+class ForwardGeometry(AttentionGeometry):
+    """The geometry of the forward kernel for one problem.
+
+    A tile is a block of rows of one head, and of one split of the keys.
+    """
 
     config: ForwardConfig
     value_size: int
@@ -191,7 +195,7 @@ class ForwardKernel(AttentionKernel):
         block_q, sizes = ROWS * config.consumers, (padded(size), padded(self.value_size))
         blocks_q = pl.cdiv(n_rows, block_q)
         is_whole = n_rows % 8 == keys % 8 == 0 and sizes == (size, self.value_size)
-        is_ragged = not config.split and (self.rows.box is not None or not is_whole)  # float32 does not go through TMA
+        is_ragged = not config.has_terms and (self.rows.box is not None or not is_whole)  # float32 does not go through TMA
         slabs = (sizes[0] // SWIZZLED, sizes[1] // SWIZZLED) if is_ragged else (1, 1)
         value_width = sizes[1] // slabs[1]
         if config.byte_stages and value_width == 256:  # four warpgroups start with 128 registers, and its product takes 158
@@ -199,7 +203,7 @@ class ForwardKernel(AttentionKernel):
         n_facts = sum(count for name, count in FACTS.items() if name in self.names)
         self._derive(
             n_warpgroups=config.consumers + config.producers + config.converters,
-            queries=n_rows // self.rows.group,
+            queries=n_rows // self.rows.heads_per_query,
             block_q=block_q,
             blocks_q=blocks_q,
             blocks_kv=pl.cdiv(keys, config.block_kv),
@@ -207,7 +211,7 @@ class ForwardKernel(AttentionKernel):
             is_ragged=is_ragged,
             slabs=slabs,
             value_width=value_width,
-            n_products=3 if config.split else sizes[1] // value_width,
+            n_products=3 if config.has_terms else sizes[1] // value_width,
             # Scores with a bias may be as large as `finfo.min`: their maximum must not be rounded when it is scaled.
             unit=LOG2E if "bias" in self.names else 1.0,
             n_facts=n_facts,
@@ -217,9 +221,9 @@ class ForwardKernel(AttentionKernel):
 
     def describe(self) -> str:
         """Says in one line how the kernel runs."""
-        config, group = self.config, self.rows.group
+        config, heads = self.config, self.rows.heads_per_query
         parts = [
-            f"tiles of {self.block_q} {'queries' if group == 1 else f'rows of {group} heads'} by {config.block_kv} keys",
+            f"tiles of {self.block_q} {'queries' if heads == 1 else f'rows of {heads} heads'} by {config.block_kv} keys",
             f"{config.stages} stages",
             f"{config.consumers} consumer {'warpgroups' if config.consumers > 1 else 'warpgroup'}",
             f"{self.splits} {'splits' if self.splits > 1 else 'split'}",
@@ -256,7 +260,7 @@ class ForwardKernel(AttentionKernel):
         parts = (self.part(*span, split, HOST) for span in spans for split in range(self.splits))
         return tuple(max(high - low, 1) for low, high in parts)
 
-    def group(self, costs: tuple[int, ...]) -> int:
+    def n_heads_at_once(self, costs: tuple[int, ...]) -> int:
         """Returns the number of heads whose tiles are handed out together.
 
         If all tiles take equally long it is one: they read the same keys at the same time then, from the L2 cache. Otherwise it
@@ -268,7 +272,7 @@ class ForwardKernel(AttentionKernel):
         if len(set(costs)) == 1:
             return 1
         keys, key_heads, size = self.key
-        itemsize = 4 if self.config.split else 1 if self.bytes_dtype else 2
+        itemsize = 4 if self.config.has_terms else 1 if self.bytes_dtype else 2
         bytes_of_head = max(1, itemsize * keys * (size + self.value_size) * key_heads // self.query[1])
         return min(8, 1 << max(1, schedule.L2 // bytes_of_head).bit_length() - 1)
 
@@ -281,7 +285,7 @@ class ForwardKernel(AttentionKernel):
         memory: dict[str, Any] = {}
         if self.by_ticket:
             memory |= schedule.ticket_memory(1 + self.n_facts, self.n_warpgroups - 1)
-        if config.own_output and not config.split and self.splits == 1:
+        if config.own_output and not config.has_terms and self.splits == 1:
             memory |= {"o": self._slots(config.consumers, ROWS, value_size, value_slabs, box=self.rows.box)}
         if config.byte_stages:
             for letter, size, slabs, count in zip("kv", self.sizes, self.slabs, copies, strict=True):
@@ -301,30 +305,30 @@ class ForwardKernel(AttentionKernel):
             "v_empty": plgpu.Barrier(**everyone),
         }
 
-    def _slots(self, slots, rows, size, slabs, dtype=None, box=None):
-        """Describes slots of one operand, in tiles as the tensor cores read them."""
+    def _slots(self, n_stages, rows, size, slabs, dtype=None, box=None):
+        """Describes the slot of one operand, in tiles as the tensor cores read them."""
         dtype, tiling = dtype or self.dtype, plgpu.TilingTransform((8, SWIZZLED))
-        if self.config.split:
-            return plgpu.SMEM((slots, 2, rows, size), jnp.bfloat16, transforms=(tiling, plgpu.SwizzleTransform(128)))
+        if self.config.has_terms:
+            return plgpu.SMEM((n_stages, 2, rows, size), jnp.bfloat16, transforms=(tiling, plgpu.SwizzleTransform(128)))
         swizzle = plgpu.SwizzleTransform(SWIZZLED * jnp.dtype(dtype).itemsize)
         if not self.is_ragged:
-            return plgpu.SMEM((slots, rows, size), dtype, transforms=(tiling, swizzle))
+            return plgpu.SMEM((n_stages, rows, size), dtype, transforms=(tiling, swizzle))
         # A slab of 64 columns has the same bytes with tiles and without, so it has two names: TMA copies it without tiles,
         # which clips it at any row and column, and the tensor cores read tiles.
-        shape = (slots, slabs, rows, size // slabs)
+        shape = (n_stages, slabs, rows, size // slabs)
         whole = plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
         if box is not None:
-            shape = (slots, slabs, rows // box, box, size // slabs)
+            shape = (n_stages, slabs, rows // box, box, size // slabs)
         return plgpu.RefUnion(plgpu.SMEM(shape, dtype, transforms=(swizzle,)), whole)
 
 
-def plan_forward(types: Mapping[str, Any], target: Target, **options: Any) -> ForwardKernel:
-    """Plans the kernel for operands of these types, by name; `options` are those of `AttentionProblem`."""
+def shape_forward(types: Mapping[str, Any], target: Target, **options: Any) -> ForwardGeometry:
+    """Shapes the kernel for operands of these types, by name; `options` are those of `AttentionProblem`."""
     query, value_size = types["query"], types["value"].shape[-1]
     config = forward_config(query.shape[-1], value_size, options["window"], query.dtype)
     has_reach = "mask" in types and key_blocks.is_shared(types["mask"])
     shapes = shapes_of(types, target) | {"names": with_tables(types, has_reach)}
-    return ForwardKernel(**shapes, **options, value_size=value_size, config=config)
+    return ForwardGeometry(**shapes, **options, value_size=value_size, config=config)
 
 
 def with_tables(names, has_reach: bool) -> frozenset[str]:
@@ -333,16 +337,16 @@ def with_tables(names, has_reach: bool) -> frozenset[str]:
     return frozenset(names) | {name for name, is_made in made.items() if is_made}
 
 
-def make_tables(kernel: ForwardKernel, operands: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+def make_tables(geometry: ForwardGeometry, operands: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Computes the key blocks that matter to a tile, from segments and from a mask that all heads share, by name.
 
     Key blocks that such a mask hides cost nothing then. A mask of its own for each head would cost as much to look through as
     it saves.
     """
-    lengths, sizes, result = (kernel.query[0], kernel.key[0]), (kernel.block_q, kernel.config.block_kv), {}
-    if "ranges" in kernel.names:
+    lengths, sizes, result = (geometry.query[0], geometry.key[0]), (geometry.block_q, geometry.config.block_kv), {}
+    if "ranges" in geometry.names:
         result["ranges"] = key_blocks.find_segment_spans(operands["query_segments"], operands["key_segments"], *sizes)
-    if "mask_reach" in kernel.names:
+    if "mask_reach" in geometry.names:
         result["mask_reach"] = key_blocks.measure_mask(operands["mask"], lengths, *sizes)
     return result
 
@@ -369,7 +373,7 @@ class ForwardTile:
 class ForwardTiles:
     """The tiles of the forward kernel, by number."""
 
-    kernel: ForwardKernel
+    geometry: ForwardGeometry
     operands: dict[str, GlobalOperand]
 
     def look_up(self, number) -> list[Any]:
@@ -384,42 +388,42 @@ class ForwardTiles:
 
     def tile(self, number, *facts) -> ForwardTile:
         """Returns a tile with the facts that were looked up."""
-        kernel, facts, lengths = self.kernel, list(facts), []
+        geometry, facts, lengths = self.geometry, list(facts), []
         b, head, block, split = self._coordinates(number)
-        for name, size in (("query_lengths", kernel.queries), ("key_lengths", kernel.key[0])):
+        for name, size in (("query_lengths", geometry.queries), ("key_lengths", geometry.key[0])):
             lengths.append(jnp.clip(facts.pop(0), 0, size) if name in self.operands else jnp.int32(size))
         offset = facts.pop(0) if "query_offset" in self.operands else 0
         ranges = facts[:4] if "ranges" in self.operands else []
         shown = []
         if "mask_reach" in self.operands:
-            size = jnp.int32(kernel.config.block_kv)
+            size = jnp.int32(geometry.config.block_kv)
             to_end, from_start = (lax.div(keys + size - 1, size) for keys in facts[-2:])
-            shown = [kernel.blocks_kv - to_end, from_start]
-        low, high = self.seen(lengths, offset, block * kernel.block_q, kernel.block_q)
+            shown = [geometry.blocks_kv - to_end, from_start]
+        low, high = self.seen(lengths, offset, block * geometry.block_q, geometry.block_q)
         for start, end in (limits[:2] for limits in (ranges, shown) if limits):
             low, high = jnp.maximum(low, start), jnp.minimum(high, end)
-        if kernel.splits > 1:
-            low, high = kernel.part(low, high, split, KERNEL)
-        is_empty = False if kernel.splits == 1 else high <= low
+        if geometry.splits > 1:
+            low, high = geometry.part(low, high, split, KERNEL)
+        is_empty = False if geometry.splits == 1 else high <= low
         if is_empty is not False and "sinks" in self.operands:
             is_empty &= split > 0  # the first one starts with the sinks
-        low = jnp.clip(low, 0, kernel.blocks_kv - 1)
-        high = jnp.clip(high, low + 1, kernel.blocks_kv)
+        low = jnp.clip(low, 0, geometry.blocks_kv - 1)
+        high = jnp.clip(high, low + 1, geometry.blocks_kv)
         return ForwardTile(b, head, block, split, lengths, offset, ranges, low, high, is_empty)
 
     def _coordinates(self, number):
         """Returns batch entry, head, block of rows, and split of the keys of a tile."""
-        kernel = self.kernel
-        heads, splits = jnp.int32(kernel.query[1]), jnp.int32(kernel.splits)
-        blocks = jnp.int32(kernel.blocks_q * kernel.splits)
+        geometry = self.geometry
+        heads, splits = jnp.int32(geometry.query[1]), jnp.int32(geometry.splits)
+        blocks = jnp.int32(geometry.blocks_q * geometry.splits)
         pair, part = lax.div(number, blocks), lax.rem(number, blocks)
-        block, split = (part, jnp.int32(0)) if kernel.splits == 1 else (lax.div(part, splits), lax.rem(part, splits))
+        block, split = (part, jnp.int32(0)) if geometry.splits == 1 else (lax.div(part, splits), lax.rem(part, splits))
         return lax.div(pair, heads), lax.rem(pair, heads), block, split
 
     def seen(self, lengths, offset, first, rows):
-        """Returns the key blocks that some of the rows from `first` on see: see `ForwardKernel.seen`."""
-        kernel = self.kernel
-        limits = kernel.seen(lengths, *kernel.rows.queries_from(first, rows, KERNEL), KERNEL, offset)
+        """Returns the key blocks that some of the rows from `first` on see: see `ForwardGeometry.seen`."""
+        geometry = self.geometry
+        limits = geometry.seen(lengths, *geometry.rows.queries_from(first, rows, KERNEL), KERNEL, offset)
         return tuple(map(jnp.int32, limits))
 
     def seen_whole(self, tile, first, rows):
@@ -427,9 +431,9 @@ class ForwardTiles:
 
         The end may be before the start.
         """
-        kernel, (queries, keys), (left, right) = self.kernel, tile.lengths, self.kernel.window
-        size = jnp.int32(kernel.config.block_kv)
-        first, rows = kernel.rows.queries_from(first, rows, KERNEL)
+        geometry, (queries, keys), (left, right) = self.geometry, tile.lengths, self.geometry.window
+        size = jnp.int32(geometry.config.block_kv)
+        first, rows = geometry.rows.queries_from(first, rows, KERNEL)
         low, high, position = jnp.int32(0), lax.div(keys, size), first + tile.offset
         if left is not None:
             low = lax.div(jnp.maximum(position + rows - 1 - left, 0) + size - 1, size)

@@ -32,15 +32,15 @@ def standalone_attention(query, key, value, scale, window=(None, None), soft_cap
 
 def _forward(query, key, value, scale, window, soft_cap, target):
     operands = {"query": query, "key": key, "value": value}
-    out, lse = ForwardPlan(forward_plan.plan_forward(operands, target, **_options(scale, window, soft_cap))).run(**operands)
+    out, lse = ForwardPlan(forward_plan.shape_forward(operands, target, **_options(scale, window, soft_cap))).run(**operands)
     return out, operands | {"out": out, "lse": lse}
 
 
 def _backward(scale, window, soft_cap, target, saved, d_out):
     wanted = ("query", "key", "value")
     types = {name: saved[name] for name in wanted}
-    kernel = backward_plan.plan_backward(types, target, wanted, is_deterministic=False, **_options(scale, window, soft_cap))
-    return tuple(BackwardPlan(kernel, wanted, window).run(**saved, d_out=d_out))
+    geometry = backward_plan.shape_backward(types, target, wanted, is_deterministic=False, **_options(scale, window, soft_cap))
+    return tuple(BackwardPlan(geometry, wanted, window).run(**saved, d_out=d_out))
 
 
 def _options(scale, window, soft_cap):
