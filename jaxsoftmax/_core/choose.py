@@ -275,7 +275,7 @@ def choose(
         if name == forced and not (plan.lacks_kernel or is_optional):
             raise NotImplementedError(f"{operation.name}: implementation={forced!r} cannot run: {plan.reason}")
         refusals.append((name, plan.reason))
-    reference: Plan = operation.op.reference().plan(problem)
+    reference: Plan = operation.op.reference().plan(problem, target)
     return Choice(problem, reference, "xla", tuple(refusals), target)
 
 

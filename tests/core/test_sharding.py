@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,10 @@ from jax.sharding import PartitionSpec as P
 import jaxsoftmax
 import jaxsoftmax.flax
 from jaxsoftmax import online
+from jaxsoftmax._core import primitive
+from jaxsoftmax._core.implementation import ReferencePlan
+from jaxsoftmax._core.operation import OnShards, Op, Operand, Operation
+from jaxsoftmax._core.primitive import bind, define
 
 from ..support import cases, kernels, oracle
 from ..support.meshes import array, collectives_of, hurtful, make_mesh, spec_of
@@ -63,6 +68,30 @@ def test_batch_axes_stay_sharded_and_nothing_is_gathered(kind, spec):
             assert spec_of(y, y.ndim) == padded[: y.ndim], name
             assert spec_of(gradient, 3) == padded, name
     oracle.assert_same_in_float64(results, plainly(x))
+
+
+@MESHES
+def test_a_reference_without_kernels_runs_on_shards(kind):
+    """XLA would gather the batch of a sort, and JAX asks for devices where a primitive is cut."""
+
+    def plan(problem, target):
+        return ReferencePlan(lambda x: [jnp.sort(x, axis=-1)], problem)
+
+    op = Op("test", {}, lambda: types.SimpleNamespace(plan=plan))
+    row = Operand("x", (None,))
+    operation = Operation(
+        op, "sort", (row,), lambda operands, **_: [operands["x"]], lambda **_: (row,), on_shards=OnShards.EVERYTHING
+    )
+    define(operation)
+    try:
+        mesh = make_mesh(kind)
+        with jax.set_mesh(mesh):
+            _, sharded = array((8, 64), P("data"), mesh)
+            compiled = jax.jit(lambda x: bind(operation, {"x": x}, implementation=None)[0]).lower(sharded).compile()
+            assert "all-gather" not in compiled.as_text()
+            np.testing.assert_array_equal(compiled(sharded), np.sort(np.asarray(sharded)))
+    finally:
+        del primitive._primitives[operation]
 
 
 @MESHES
