@@ -15,8 +15,9 @@ write one (`logsumexp_jvp`: none). Each element is read once and written once. A
 Source: Milakov and Gimelshein 2018, arXiv:1805.02867, section 3.1.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +57,7 @@ class SoftmaxPlan:
 
     problem: SoftmaxProblem
     row_plan: RowPlan | ColumnPlan  # how rows are distributed over threads
-    remark = None
+    remark: str | None = None
 
     def describe(self) -> str:
         return self.row_plan.describe()
@@ -68,8 +69,10 @@ class SoftmaxPlan:
         return rows.launch(kernel, self.row_plan)
 
 
-def plan(problem: SoftmaxProblem, target: Target) -> SoftmaxPlan | Refusal:
-    """Plans a problem of the softmax family."""
+def plan(
+    problem: SoftmaxProblem, target: Target, *, plan_rows: Callable[..., Any] = plan_rows, remark: str | None = None
+) -> SoftmaxPlan | Refusal:
+    """Plans a problem of the softmax family; another GPU generation has its own `plan_rows`, and may have a caveat."""
     dtypes = [operand.dtype for operand in problem.whole] + [problem.dtype]
     reason = refused_rows(dtypes, problem.operands.get("where"), problem.rows)
     if reason is None and problem.devices:
@@ -79,8 +82,8 @@ def plan(problem: SoftmaxProblem, target: Target) -> SoftmaxPlan | Refusal:
     row_plan = plan_rows(problem.rows, target, devices=bool(problem.devices))
     if isinstance(row_plan, Refusal):
         return row_plan
-    reason = slower_softmax(problem)
-    return SoftmaxPlan(problem, row_plan) if reason is None else Refusal(reason, SoftmaxPlan(problem, row_plan))
+    result, reason = SoftmaxPlan(problem, row_plan, remark), slower_softmax(problem)
+    return result if reason is None else Refusal(reason, result)
 
 
 def refused_rows(dtypes, where, problem: RowProblem) -> str | None:
