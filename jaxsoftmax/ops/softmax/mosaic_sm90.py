@@ -17,7 +17,6 @@ Source: Milakov and Gimelshein 2018, arXiv:1805.02867, section 3.1.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +44,8 @@ from jaxsoftmax.ops.softmax.primitive import (
 from jaxsoftmax.ops.softmax.problem import SoftmaxProblem
 from jaxsoftmax.ops.softmax.profit import slower_softmax
 
+PlanRows = Callable[..., RowPlan | ColumnPlan | Refusal]
+
 DTYPES = ("float32", "bfloat16", "float16")
 
 # The operations whose kernel merges over the devices that share rows: the others lose nothing by a collective of states.
@@ -69,10 +70,13 @@ class SoftmaxPlan:
         return rows.launch(kernel, self.row_plan)
 
 
-def plan(
-    problem: SoftmaxProblem, target: Target, *, plan_rows: Callable[..., Any] = plan_rows, remark: str | None = None
-) -> SoftmaxPlan | Refusal:
-    """Plans a problem of the softmax family; another GPU generation has its own `plan_rows`, and may have a caveat."""
+def plan(problem: SoftmaxProblem, target: Target) -> SoftmaxPlan | Refusal:
+    """Plans a problem of the softmax family."""
+    return plan_with(plan_rows, problem, target)
+
+
+def plan_with(plan_rows: PlanRows, problem: SoftmaxProblem, target: Target, remark: str | None = None) -> SoftmaxPlan | Refusal:
+    """Plans a problem of the softmax family by the table of a GPU generation, which may have a caveat."""
     dtypes = [operand.dtype for operand in problem.whole] + [problem.dtype]
     reason = refused_rows(dtypes, problem.operands.get("where"), problem.rows)
     if reason is None and problem.devices:

@@ -102,10 +102,18 @@ def for_problem(rows, problem):
 
 @contextlib.contextmanager
 def planning(rows: RowPlan | ColumnPlan | None) -> Iterator[None]:
-    """A context in which every kernel of the family distributes rows as this plan says; None for the plans that are chosen."""
-    forced = mock.patch.object(mosaic, "plan_rows", lambda problem, *_, **options: for_problem(rows, problem))
-    with kernels.anew(), contextlib.nullcontext() if rows is None else forced:
+    """A context in which every kernel of the family distributes rows as this plan says; None for the plans that are chosen.
+
+    It fails if no kernel was planned in it.
+    """
+    if rows is None:
+        with kernels.anew():
+            yield
+        return
+    forced = mock.Mock(side_effect=lambda problem, *_, **options: for_problem(rows, problem))
+    with kernels.anew(), mock.patch.object(mosaic, "plan_rows", forced):
         yield
+    assert forced.called
 
 
 def everything() -> Iterator[tuple[str, int, int, bool]]:
