@@ -1,10 +1,10 @@
 """The cells of arrays that are sharded over all GPUs of a host, in one process.
 
-They are those of the other suites on a mesh of one axis. A call is a plain call of the library on sharded arrays: softmax and
-cross-entropy along a sharded axis, a linear layer whose classes are sharded, attention whose tokens are. The option `devices`
-says over how many. `mesh=auto` says that the mesh axis is left to XLA's partitioner; it is explicit otherwise. Causal attention
-takes tokens as `jaxsoftmax.zigzag` deals them out, or, without the option `zigzag`, in order: the last device has most to do.
-`permute=peer` says that attention runs with the flags of XLA that docs/scaling.md recommends for a ring.
+The cells are the ones of the other suites, on a mesh of one axis. A call is a plain call of the library on sharded arrays:
+softmax and cross-entropy along a sharded axis, a linear layer whose classes are sharded, attention whose tokens are. The option
+`devices` says over how many. `mesh=auto` says that the mesh axis is left to XLA's partitioner; it is explicit otherwise. Causal
+attention takes tokens as `jaxsoftmax.zigzag` deals them out, or, without the option `zigzag`, in order: the last device has
+most to do. `permute=peer` says that attention runs with the flags of XLA that docs/scaling.md recommends for a ring.
 
 Of every cell the row `one device` is the whole problem on one GPU, in the same run: `scaling` is its time over that of n GPUs
 times n. `us` is wall-clock time, as no kernel's time shows a gap in which a device waits. Calls of softmax, of cross-entropy,
@@ -303,7 +303,7 @@ def _chained(build: Callable[[], Callable[..., Any]], again: Again | None) -> Ca
 
 
 def _sample(base: Cell, again: Again | None, zigzag: int | None, inputs: Sequence[Any], output: Any) -> list[tuple[Any, Any]]:
-    """What is compared of an output, gathered and in order."""
+    """Gathers the compared part of an output, in order."""
     output = jax.tree.map(whole, output if again is None else output[0])
     if zigzag is not None:
         tokens = inputs[0].shape[1]

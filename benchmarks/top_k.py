@@ -1,13 +1,12 @@
 """The cells of the largest entries of rows: alone, as the weights of a softmax, and as what samples are drawn from.
 
-`bytes` are those of one read of the logits, whatever is done with them: what is found is not counted, so that the share of a
-copy's speed says how many reads a call takes. A router of experts has short rows, and of these more is counted: forward also
-writes weights and indices; backward reads cotangents and indices, and the logits, or only the weights that were selected where
-these alone are normalized, and writes the gradient.
+`bytes` are those of one read of the logits, without results, so that the share of a copy's speed says how many reads a call
+takes. A router of experts has short rows, and more is counted: forward also writes weights and indices; backward reads
+cotangents and indices, and the logits, or only the selected weights where these alone are normalized, and writes the gradient.
 
-Ours is checked exactly where numbers are found, and samples with the reference for the same key, of which one row in 200 may
-differ: noise that comes as close as rounding. Peers choose among equal entries as they like, so their indices count by what is
-there and their gradients in any order; of their samples only the range is checked, as each has a noise of its own.
+Our numbers are checked exactly. Our samples are compared with the reference's for the same key: one row in 200 may differ,
+where noise is as close as rounding. Peers choose among equal entries as they like, so their indices count by what is there and
+their gradients in any order; of their samples only the range is checked, as each has a noise of its own.
 """
 
 import functools
@@ -46,7 +45,7 @@ DIFFERING = 1 / 200  # of the rows that are sampled, where two entries are as go
 
 
 def cells(fewer: int = 1) -> list[Cell]:
-    """All cells, with so many times fewer rows: copies, with which the others are compared, and each of the three ops."""
+    """Returns all cells, their rows divided by `fewer`: copies, with which the others are compared, and the three ops."""
     return [
         *(copy_cell(dtype, ELEMENTS // fewer) for dtype in DTYPES),
         *_cells(lambda shape: (shape[0] // fewer or 1, shape[1])),
@@ -78,7 +77,7 @@ def _size(shape: tuple[int, ...], dtype: str) -> int:
 
 
 def _truth_of_rows(x: np.ndarray, k: int, normalize: str | None = None) -> tuple[oracle.Truth, np.ndarray]:
-    """What each entry of rows counts, itself or its weight, and where the largest are."""
+    """Returns the values of the largest entries of rows, or their weights, and their indices."""
     indices = order.top_k(x, k)[1]
     if normalize is None:
         return exactly(oracle.to64(x)), indices
@@ -102,7 +101,7 @@ def _found(k: int, normalize: str | None, x: np.ndarray) -> list[oracle.Truth]:
 
 
 def _found_by_peers(k: int, normalize: str | None, inputs: Sequence[Any], output: Any) -> Pairs:
-    """What they found, and, if they say where, what is there."""
+    """Pairs the values that peers found with the truth, and the entries at their indices if they give any."""
     x, values, *indices = _some_rows(*inputs, *jax.tree.leaves(output))
     whole, true_indices = _truth_of_rows(x, k, normalize)
     truth = _at(whole, true_indices)
@@ -110,7 +109,7 @@ def _found_by_peers(k: int, normalize: str | None, inputs: Sequence[Any], output
 
 
 def _true_gradient(k: int, normalize: str, dtype: str, x: np.ndarray, cotangent: np.ndarray) -> oracle.Truth:
-    """That of the weights in the logits; its two parts may be rounded to the dtype before they are added up."""
+    """Computes the gradient in the logits; its two parts may be rounded to the dtype before they are added up."""
     indices = order.top_k(x, k)[1]
     t = np.zeros(x.shape)
     np.put_along_axis(t, indices, oracle.to64(cotangent), -1)
@@ -249,7 +248,7 @@ def _options_of_weights(k: int, normalize: str) -> str:
 
 
 def _weights_of_jax(k, normalize, x):
-    """In float32, as models compute a router."""
+    """Computes the weights in float32, as models compute a router."""
     if normalize == "selected":
         values, indices = lax.top_k(x, k)
         return jax.nn.softmax(values.astype(jnp.float32), axis=-1).astype(x.dtype), indices
@@ -300,7 +299,7 @@ def sampled_cell(dtype: str, shape: tuple[int, int], options: dict[str, Any]) ->
 
 
 def _samples_of_jax(k, x, key):
-    """With noise of float32, as that of bfloat16 has 8 bits."""
+    """Draws samples with noise of float32, as noise of bfloat16 has 8 bits."""
     if k is None:
         return jax.random.categorical(key, x.astype(jnp.float32))
     values, indices = lax.top_k(x, k)
