@@ -117,7 +117,8 @@ def any_above(product: jax.Array, limit: float, barrier: Any = None) -> jax.Arra
         is_above = arith.cmpf(arith.CmpFPredicate.UGT, largest, utils.c(limit, largest.type))
         if not barrier:
             return [arith.extui(integer(32), nvvm.vote_sync(constant(2**WARP - 1), is_above, "any"))]
-        asm = "{ .reg .pred own, any; setp.ne.u32 own, $1, 0; barrier.cta.red.or.pred any, $2, 128, own; selp.u32 $0, 1, 0, any; }"
+        asm = "{ .reg .pred own, any; setp.ne.u32 own, $1, 0;"
+        asm += " barrier.cta.red.or.pred any, $2, 128, own; selp.u32 $0, 1, 0, any; }"
         own = arith.extui(integer(32), is_above)
         return [utils.inline_ptx(asm, own, *barrier, result_types=integer(32), has_side_effects=True, convergent=True)]
 
