@@ -610,7 +610,7 @@ def _of_flash_attention_3(call: Call) -> Callable[..., Any]:
     attention = importlib.import_module("dew_flash_attn").flash_mha
     if call.window is None:
         return functools.partial(attention, is_causal=call.causal)
-    # A window that ends at the query is causal. Its kernels know one of the two.
+    # A window that ends at the query is causal by itself.
     return functools.partial(attention, window_size=(call.window - 1, 0))
 
 

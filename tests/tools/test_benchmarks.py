@@ -820,7 +820,7 @@ def test_without_an_energy_counter_the_suite_is_left_out(tmp_path, capsys, monke
     else:
         assert runs == [{"peers": None, "meter": "meter", "effort": sustained.effort(3.0)}]
     assert main(["attention_cool", *options]) == 0  # which needs no counter
-    assert runs[-1] == {"peers": None, "effort": sustained.cool_effort(0.25)}
+    assert runs[-1] == {"peers": None, "effort": sustained.cool_effort(sustained.PAUSE)}
 
 
 # Measuring.

@@ -17,7 +17,7 @@ GMMA = "sm__pipe_tensor_op_gmma_cycles_active.avg.pct_of_peak_sustained_elapsed"
 
 
 def csv_of(*kernels):
-    """What ncu writes of kernels, each a name and texts of its metrics."""
+    """Writes kernels as ncu does, each a name and texts of its metrics."""
     columns = "ID,Process ID,Process Name,Host Name,Kernel Name,Context,Stream,Block Size,Grid Size,Device,CC,Section Name"
     header = [*columns.split(","), "Metric Name", "Metric Unit", "Metric Value"]
     rows = [header]

@@ -163,7 +163,7 @@ def test_under_load_the_queue_is_never_empty(monkeypatch, seconds, calls, expect
     assert queue.idle == 0
     count = round(queue.now * 1e6 / us)
     assert count == pytest.approx(expected, abs=2)
-    assert us == pytest.approx(1000 + 100 / count)  # but for the first dispatch
+    assert us == pytest.approx(1000 + 100 / count)  # and what the first dispatch takes
     assert queue.now >= seconds
 
 
