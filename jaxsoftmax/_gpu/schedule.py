@@ -35,6 +35,7 @@ from jaxsoftmax._gpu import tickets
 MAX_SCHEDULED = 2**17  # tiles, above which the order of a table would gain little and take long to find
 L2 = 24 << 20  # bytes of operands that tiles may share at a time
 TILE_COST = 1.5  # steps that starting and ending a tile takes
+MOST_UNBALANCED = 1.02  # time of the block that ends last over the mean, above which tiles of more heads come together
 # NCCL's kernel becomes ready at about the time when the kernel of a ring's step does. If the step's kernel has all
 # multiprocessors, NCCL's kernel on the other GPU waits for its peer until the step is done, and occupies
 # multiprocessors there.
@@ -69,6 +70,23 @@ def schedule(costs: tuple[int, ...], heads: int, n_heads_at_once: int, blocks: i
     for row, numbers in zip(table, tiles, strict=True):
         row[0], row[1 : 1 + len(numbers)] = len(numbers), numbers
     return table
+
+
+def _balanced(costs: tuple[int, ...], heads: int, n_heads_at_once: int, blocks: int) -> int:
+    """Returns `n_heads_at_once`, or as often twice that as it takes until all blocks end at about the same time.
+
+    Four query heads to a key head, 4096 causal tokens, backward: the last of 132 blocks ends 28 percent after the mean with the
+    tiles of one head at a time, and 0.1 percent with those of four.
+    """
+    while n_heads_at_once < heads:
+        table = schedule(costs, heads, n_heads_at_once, blocks)
+        cost = np.append(np.asarray(costs) + TILE_COST, 0)
+        tiles = np.where(np.arange(table.shape[1] - 1) < table[:, :1], table[:, 1:] % len(costs), len(costs))
+        ends = cost[tiles].sum(1)
+        if ends.max() <= MOST_UNBALANCED * ends.mean():
+            break
+        n_heads_at_once *= 2
+    return n_heads_at_once
 
 
 @dataclass(frozen=True)
@@ -115,8 +133,13 @@ def table(geometry: TiledGeometry) -> jax.Array | None:
     if geometry.n_tiles > MAX_SCHEDULED:
         return None
     costs = geometry.costs()
-    arguments = costs, geometry.n_tiles // len(costs), geometry.n_heads_at_once(costs)
-    numbers = order(*arguments) if geometry.by_ticket else schedule(*arguments, geometry.n_blocks)
+    heads, n_heads_at_once = geometry.n_tiles // len(costs), geometry.n_heads_at_once(costs)
+    if geometry.by_ticket:
+        numbers = order(costs, heads, n_heads_at_once)
+    else:
+        if len(set(costs)) > 1:
+            n_heads_at_once = _balanced(costs, heads, n_heads_at_once, geometry.n_blocks)
+        numbers = schedule(costs, heads, n_heads_at_once, geometry.n_blocks)
     return jax.jit(lambda: jnp.asarray(numbers))()
 
 

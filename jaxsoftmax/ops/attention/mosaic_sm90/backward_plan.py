@@ -31,9 +31,6 @@ class BackwardConfig:
     stages: tuple[int, int]  # blocks of queries, and of output cotangents, that shared memory has room for
     roles: bool = False  # the consumers share the 64 keys of a tile and compute different products; else each has 64 keys
     pieces: int = 1  # pieces, one after the other, in which a consumer's part of dQ goes through shared memory
-    # True if dK's product is started before the consumers meet for dQ's. Else it is started behind dQ's, and runs while dQ is
-    # added.
-    keys_first: bool = False
     # True if both consumers run one program, in which the number of the consumer is a variable; not with `roles`. Else each has
     # a program of its own, in which its number is a constant.
     one_program: bool = False
@@ -52,7 +49,7 @@ class BackwardConfig:
 # for lse and delta (16 each for 64 queries) come on top. A sum that starts with `-lse / scale` or `-delta` needs none for it.
 _CONFIGS = {
     # One program takes 0.99 of the time of two.
-    64: BackwardConfig(128, (3, 2), keys_first=True, one_program=True),
+    64: BackwardConfig(128, (3, 2), one_program=True),
     # One program would be lowered in 1.0 s in place of 1.4, and compiled in 1.9 s in place of 2.2. But it takes 1.02 of the
     # time at 4096 tokens and at 16384 causal ones (1.00 at 4096 causal; medians of four processes on two H200s).
     128: BackwardConfig(64, (3, 2)),
@@ -252,6 +249,7 @@ class BackwardGeometry(AttentionGeometry):
             "k_full": plgpu.Barrier(num_arrivals=halves * self.parts[1]),
             "v_full": plgpu.Barrier(num_arrivals=halves),
             "kv_empty": plgpu.Barrier(num_arrivals=CONSUMERS),
+            "step_done": plgpu.Barrier(num_barriers=CONSUMERS * DS_STAGES),
             "q_full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             "do_full": plgpu.Barrier(num_barriers=stages_do),
             "delta_full": plgpu.Barrier(num_barriers=stages_do),
