@@ -419,6 +419,7 @@ def test_native_values_in_pages(page, kind, of_pages, size):
         {"length": 16, "heads": 15, "key_heads": 3, "size": 256, "keys": 1024},  # rows that are copied, and others in place
         {"length": 16, "heads": 12, "key_heads": 3, "size": 256, "keys": 1024},
         {"length": 1, "size": 192, "value_size": 256},
+        {"length": 1, "size": 36, "value_size": 20},  # converted and padded before
         {"keys": 1},
         {"keys": 20001, "batch": (1,)},
         {"batch": (9, 11), "keys": 200},

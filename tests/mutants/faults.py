@@ -938,10 +938,10 @@ FAULTS = (
         "tests/attention/test_paged.py -k as_numpy_plays_it",
     ),
     Fault(
-        "mosaic attention: head sizes may be odd",
+        "mosaic attention: head sizes may be larger than shared memory has room for",
         f"{_MOSAIC}/__init__.py",
-        "if size % 8 or not 8 <= size <= most:",
-        "if not 8 <= size <= most:",
+        "if not 1 <= size <= most:",
+        "if not 1 <= size:",
         "tests/attention/test_mosaic_forward.py -k what_is_not_served",
     ),
     Fault(

@@ -100,14 +100,11 @@ CHOICES = pytest.mark.usefixtures("choices")
 
 
 REFUSALS = {
-    "float32, head size 136": (operands(size=136, dtype="float32"), {}, "head size .* from 8 to 128, got 136 in float32"),
+    "float32, head size 136": (operands(size=136, dtype="float32"), {}, "head size .* from 1 to 128, got 136 in float32"),
     "float32, value size 256": (operands(value_size=256, dtype="float32"), {}, "value size .* to 128, got 256 in float32"),
     "float32, more precise": (operands(dtype="float32"), {"precision": "highest"}, "of bfloat16, and precision asks for more"),
-    "head size 12": (operands(size=12), {}, "head size must be a multiple of 8 from 8 to 256, got 12"),
-    "head size 4": (operands(size=4), {}, "head size must be a multiple of 8 from 8 to 256, got 4"),
-    "head size 264": (operands(size=264), {}, "head size must be a multiple of 8 from 8 to 256, got 264"),
-    "value size 20": (operands(value_size=20), {}, "value size must be a multiple of 8 from 8 to 256, got 20"),
-    "value size 264": (operands(value_size=264), {}, "value size must be a multiple of 8 from 8 to 256, got 264"),
+    "head size 257": (operands(size=257), {}, "head size must be from 1 to 256, got 257 in bfloat16"),
+    "value size 257": (operands(value_size=257), {}, "value size must be from 1 to 256, got 257 in bfloat16"),
     "no queries": (operands(length=0), {}, r"there must be queries and keys, got shapes \(2, 0, 4, 64\) and \(2, 300, 2, 64\)"),
     "no keys": (operands(keys=0), {}, r"there must be queries and keys, got shapes .* and \(2, 0, 2, 64\)"),
     "no batch": (operands(batch=(0,)), {}, r"there must be queries and keys, got shapes \(0, 300, 4, 64\) and"),

@@ -85,7 +85,7 @@ FEATURES = {
     "two batch axes": case({"batch": (2, 3), "length": 9, "keys": 11}),
     "smaller values": case({"value_size": 8}),
     "larger values": case({"value_size": 40}),
-    "odd sizes": case({"length": 37, "keys": 53, "size": 24}),
+    "odd sizes": case({"length": 37, "keys": 53, "size": 36, "value_size": 21}),
     "head size 128": case({"size": 128}),
     "one query": case({"length": 1}),
     "one key": case({"keys": 1}),
@@ -294,7 +294,7 @@ def calls(draw):
     key_heads, groups = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2]))
     heads = key_heads * groups
     shapes = {"batch": batch, "length": length, "keys": keys, "heads": heads, "key_heads": key_heads}
-    shapes |= {"size": draw(st.sampled_from([8, 24])), "value_size": draw(st.sampled_from([8, 16]))}
+    shapes |= {"size": draw(st.sampled_from([8, 24, 36])), "value_size": draw(st.sampled_from([8, 16, 33]))}
     given, options = arrays(dtype=draw(st.sampled_from(cases.DTYPES)), **shapes), {}
     seed, yes = draw(st.integers(0, 99)), st.booleans()
     whole = (*batch, heads, length, keys)
@@ -384,7 +384,7 @@ def ahead(gap):
 
 RAGGED = [(1, 1), (1, 300), (300, 1), (63, 65), (65, 63), (127, 129), (129, 127), (192, 128), (385, 513)]
 SIZES = [(8, 8), (16, 16), (64, 64), (80, 80), (128, 128), (192, 192), (256, 256)]
-SIZES += [(192, 128), (128, 256), (64, 128), (8, 256), (256, 24)]
+SIZES += [(192, 128), (128, 256), (64, 128), (8, 256), (256, 24), (36, 50), (100, 33), (1, 250)]
 
 
 WINDOWS = [(30, None), (200, None), (None, 30), (None, 200), (0, 0), (30, 30), (200, 300), (5, 200), (200, 0), (600, 0)]

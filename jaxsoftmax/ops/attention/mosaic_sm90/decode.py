@@ -89,7 +89,8 @@ def serves(query: tuple[int, ...]) -> bool:
 def serves_as_stored(query, key, value) -> bool:
     """Tells whether keys and values are read as they are, of 8 bits too. TMA copies rows of a multiple of 16 bytes."""
     is_wide = key.dtype == value.dtype == query.dtype
-    return serves(query.shape) and (is_wide or (query.dtype != jnp.float32 and key.shape[-1] % 16 == value.shape[-1] % 16 == 0))
+    is_aligned = all(a.shape[-1] * a.dtype.itemsize % 16 == 0 for a in (key, value))
+    return serves(query.shape) and is_aligned and (is_wide or query.dtype != jnp.float32)
 
 
 def serves_pages(types: Mapping[str, Any]) -> bool:
