@@ -294,6 +294,8 @@ def test_plans_of_few_queries_have_as_many_costs_as_splits():
 def test_plans_say_how_kernels_run():
     words = "tiles of 64 rows of 4 heads by 128 keys, 3 stages, 1 consumer warpgroup, 8 splits"
     assert plan_of(lowering.operands((2,), length=3, keys=1000, heads=8, key_heads=2)).describe() == words
+    words = "tiles of 128 queries by 64 keys, 1 stage, 2 consumer warpgroups, 1 split, each half of the values in its own tiles"
+    assert plan_of(lowering.operands((2,), size=512)).describe() == words
 
 
 # Natively.

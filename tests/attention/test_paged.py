@@ -173,7 +173,8 @@ def lower(*types, **options):
         for index, page in enumerate(decode.PAGE_SIZES)
         for place, size in enumerate([64, 128, 192, 256, 80])
         for heads in (8, 16)
-    ],
+    ]
+    + [(8, 512, 8)],
 )
 def test_pages_are_read_where_they_are(page, size, heads):
     assert "stablehlo.gather" not in lower(*types(page, heads=heads, size=size))
@@ -204,7 +205,7 @@ def test_what_runs():
     "sizes",
     [
         *({"page": page, "most": 1 + 700 // page} for page in decode.PAGE_SIZES),
-        *({"size": size, "length": length} for size in (128, 256, 80) for length in (1, 4)),
+        *({"size": size, "length": length} for size in (128, 256, 80, 512) for length in (1, 4)),
         {"heads": 16, "length": 4, "page": 32},
         {"heads": 2, "length": 1, "batch": (2, 30)},
         {"page": 24},

@@ -19,7 +19,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90 import backward, decode, forward_plan
 from jaxsoftmax.ops.attention.mosaic_sm90.forward import ForwardPlan, head_multiple, pad_heads
 from jaxsoftmax.ops.attention.operands import INITIAL_RESULTS, AttentionProblem, dequantised, without_pages
 
-MAX_HEAD_SIZE = {"float16": 256, "bfloat16": 256, "float32": 128}  # shared memory has two terms of a float32 element
+MAX_HEAD_SIZE = {"float16": 512, "bfloat16": 512, "float32": 128}  # shared memory has two terms of a float32 element
 DTYPES = tuple(MAX_HEAD_SIZE)
 _MAX_ROWS = 2**31 - 2**16  # to which some more are added before they are compared, in int32
 # Number of rows that share keys, from which the kernel should be faster than the reference although XLA pads keys and values
