@@ -4,6 +4,8 @@ python -m benchmarks softmax               measure, print, and append to results
 python -m benchmarks softmax_sweep         likewise, softmax over 64 widths drawn at random
 python -m benchmarks attention             likewise, attention
 python -m benchmarks attention_gradients   likewise, its forward and backward passes together
+python -m benchmarks attention_sustained   likewise, attention back to back in long turns, with the energy of a call and clocks
+python -m benchmarks attention_cool        likewise, single calls of attention on a GPU that rests between them
 python -m benchmarks decoding              likewise, attention of a few queries to the keys of a cache
 python -m benchmarks cross_entropy         likewise, losses from integer labels, and their gradient
 python -m benchmarks linear_cross_entropy  likewise, the loss of a linear layer and its gradients, and their memory
@@ -29,6 +31,7 @@ python -m benchmarks --plot                draw what was measured last; needs no
 """
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -48,10 +51,12 @@ from benchmarks import (
     host,
     linear_cross_entropy,
     links,
+    nvml,
     reference,
     results,
     sharded,
     softmax,
+    sustained,
     sweep,
     top_k,
 )
@@ -63,6 +68,8 @@ SUITES: dict[str, Callable[[], list[Cell]]] = {
     "softmax_sweep": sweep.cells,
     "attention": attention.cells,
     "attention_gradients": attention.gradient_cells,
+    "attention_sustained": sustained.cells,
+    "attention_cool": sustained.cool_cells,
     "decoding": decoding.cells,
     "cross_entropy": cross_entropy.cells,
     "linear_cross_entropy": linear_cross_entropy.cells,
@@ -76,6 +83,7 @@ SUITES: dict[str, Callable[[], list[Cell]]] = {
 }
 ROUNDS = {"sharded_rows": 60}  # of suites whose calls are so short that a host's other work would decide; 5 of the others
 ON_SEVERAL = frozenset({"sharded", "sharded_rows", "links"})  # suites that are measured on all GPUs; the others take one
+WITHOUT_FIGURES = frozenset({"attention_sustained", "attention_cool"})  # they would take the names of those of `attention`
 WITHOUT_TURNS = {  # suites that cannot be measured against another checkout, and why
     "first_call": "starts a process for each measurement",
     "host": "starts a process for each import",
@@ -121,6 +129,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--wall-only", action="store_true", default=None, help="on several GPUs, leave out the time of kernels alone"
     )
+    parser.add_argument(
+        "--turn",
+        type=_seconds,
+        metavar="SECONDS",
+        help=f"of attention_sustained, how long a turn lasts; default: {sustained.TURN:g}",
+    )
+    parser.add_argument(
+        "--pause",
+        type=_seconds,
+        metavar="SECONDS",
+        help=f"of attention_cool, the rest before a call; default: {sustained.PAUSE:g}",
+    )
     parser.add_argument("--commit", type=_word, metavar="HASH", help="the commit that is measured, where git cannot tell")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="with --against, a new file for its rows")
     parser.add_argument("--gpu", metavar="NAME", help="the folder to check or draw, such as h200; all by default")
@@ -148,6 +168,16 @@ def _checkout(text: str) -> Path:
     return path
 
 
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
+    return seconds
+
+
 def _word(text: str) -> str:
     if not re.fullmatch(r"[\w.-]+", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no commit")
@@ -162,6 +192,8 @@ def _refuse_what_does_not_go_together(parser: argparse.ArgumentParser, options: 
         "--peers": recording,
         "--implementation": measuring or options.check or options.plot,
         "--commit": recording,
+        "--turn": measuring and options.suite == "attention_sustained",
+        "--pause": measuring and options.suite == "attention_cool",
         "--wall-only": recording and options.suite in ON_SEVERAL,
         "--csv": measuring and not recording,
         "--gpu": options.check or options.plot,
@@ -242,7 +274,7 @@ def _on_this_machine(options: argparse.Namespace, cells: list[Cell]) -> tuple[st
     """The GPU's name, what it measures of the cells, on how many devices, and options of `harness.Run`.
 
     Raises:
-      ValueError: there is nothing to measure.
+      ValueError: there is nothing to measure, or nothing to measure it with.
     """
     gpu = harness.gpu_name()
     if gpu is None and options.suite == "first_call":
@@ -252,6 +284,10 @@ def _on_this_machine(options: argparse.Namespace, cells: list[Cell]) -> tuple[st
     timing: dict[str, Any] = {"clock": clock.wall_clock} if options.wall_only else {}
     if options.suite in ROUNDS:
         timing["effort"] = harness.Effort(ROUNDS[options.suite])
+    if options.suite == "attention_sustained":
+        timing["effort"] = sustained.effort(options.turn or sustained.TURN)
+    if options.suite == "attention_cool":
+        timing["effort"] = sustained.cool_effort(options.pause or sustained.PAUSE)
     if options.suite == "reference":
         options.implementation = reference.IMPLEMENTATION
         if gpu is None:
@@ -259,11 +295,20 @@ def _on_this_machine(options: argparse.Namespace, cells: list[Cell]) -> tuple[st
             timing["effort"] = reference.ON_A_CPU
     if gpu is None:
         raise ValueError("JAX sees no GPU, and there is nothing to measure without one")
+    if options.suite == "attention_sustained" and options.against is None:
+        timing["meter"] = _meter(options.suite)
     devices = harness.device_count() if options.suite in ON_SEVERAL else 1
     cells = [cell for cell in cells if cell.devices == devices]
     if not cells:
         raise ValueError(f"none of these cells is for {devices} GPU{'s' if devices > 1 else ''}; see --list")
     return gpu, cells, devices, timing
+
+
+def _meter(suite: str) -> nvml.Meter:
+    try:
+        return nvml.Meter(harness.gpu_ordinal())
+    except nvml.UnavailableError as problem:
+        raise ValueError(f"{suite} is left out, as the energy of this GPU is not known: {problem}") from None
 
 
 def _compare(options: argparse.Namespace, gpu: str, cells: list[Cell], effort: harness.Effort) -> int:
@@ -302,6 +347,8 @@ def _check(options: argparse.Namespace) -> int:
 
 def _plot(options: argparse.Namespace) -> int:
     for suite, _, path in _files(options):
+        if suite in WITHOUT_FIGURES:
+            continue
         for figure in figures.draw(results.read(path), path.parent, sweep=suite == "softmax_sweep"):
             print(figure)
     return 0

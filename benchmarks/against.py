@@ -154,7 +154,7 @@ def compare(
         say(f"on {gpu}, jax {jax.__version__}\n{_HEADER}")
         for cell in cells:
             try:
-                row = _row(cell, sides, gpu, effort.rounds)
+                row = _row(cell, sides, gpu, effort)
             except _LeftOutError as reason:
                 found.left_out.append(f"{cell.name}: {reason}")
                 found.is_wrong_here |= reason.is_wrong_here
@@ -178,12 +178,13 @@ class _LeftOutError(Exception):
         self.is_wrong_here = is_wrong_here
 
 
-def _row(cell: Cell, sides: Sequence["Side"], gpu: str, rounds: int) -> Row:
+def _row(cell: Cell, sides: Sequence["Side"], gpu: str, effort: Effort) -> Row:
     # On several devices collectives of one process would wait for those of the other.
     here, there = _answers(sides, "enter", at_once=cell.devices == 1, cell=cell.name, program=cell.program)
     times: dict[Side, list[float]] = {side: [] for side in sides}
-    _answers(sides, "turn")  # to warm up
-    for at in range(rounds):
+    for _ in range(1 + effort.warm_ups):
+        _answers(sides, "turn")
+    for at in range(effort.rounds):
         order = sides[:: -1 if at % 2 else 1]
         for side, answer in zip(order, _answers(order, "turn"), strict=True):
             times[side].append(answer["us"])

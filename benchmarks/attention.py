@@ -41,6 +41,7 @@ SOFT_CAP = 30.0
 BLOCK = 128  # queries and keys of a block, where blocks are counted
 
 _FEW_QUERIES = 131  # more than those of a decoding step, which splits keys and so adds up in another order
+_FEWER = {"ends": 4, "random": 8}  # of queries and of keys whose gradients are compared
 _FEW_LENGTH = 4096  # the length at which calls with few queries are compared: each is compiled anew
 
 
@@ -49,7 +50,11 @@ class Call:
     """What a cell computes: shapes, and what rules out keys or changes scores. `extras` are the operands beside the three.
 
     With `backward`, their gradients; `deterministic` asks for the same bits each time, which these need not have. With
-    `zigzag`, tokens come in the order that gives as many devices causal attention of equal cost; inputs here do not.
+    `zigzag`, tokens come in the order that gives as many devices causal attention of equal cost; inputs here do not. `keys` is
+    the number of keys of each batch entry, where it is not that of queries.
+
+    Raises:
+      ValueError: `keys` beside what is said of positions, which have no common start then.
     """
 
     batch: int
@@ -66,6 +71,18 @@ class Call:
     backward: bool = False
     deterministic: bool = False
     zigzag: int | None = None
+    keys: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.keys is not None and (
+            self.causal or self.window or {"causal_mask", "segments", "key_lengths"} & set(self.extras)
+        ):
+            raise ValueError(f"keys: must be None where positions matter, got {self}")
+
+    @property
+    def n_keys(self) -> int:
+        """The number of keys of each batch entry."""
+        return self.length if self.keys is None else self.keys
 
     @property
     def pass_(self) -> str:
@@ -79,12 +96,11 @@ class Call:
     def shapes(self) -> list[tuple[int, ...]]:
         """Of query, key, value and output."""
         key_heads, value_size = self.key_heads or self.heads, self.value_size or self.head_size
-        lead = (self.batch, self.length)
         return [
             self.shape,
-            (*lead, key_heads, self.head_size),
-            (*lead, key_heads, value_size),
-            (*lead, self.heads, value_size),
+            (self.batch, self.n_keys, key_heads, self.head_size),
+            (self.batch, self.n_keys, key_heads, value_size),
+            (self.batch, self.length, self.heads, value_size),
         ]
 
     def key_head(self, head: int) -> int:
@@ -95,6 +111,7 @@ class Call:
     def options(self) -> str:
         words = {
             "causal": int(self.causal) or None,
+            "keys": self.keys,
             "kv_heads": self.key_heads,
             "value_size": self.value_size,
             "window": self.window,
@@ -111,7 +128,7 @@ class Call:
 
     @property
     def bytes(self) -> int:
-        itemsize, scores = jnp.dtype(self.dtype).itemsize, self.length**2
+        itemsize, scores = jnp.dtype(self.dtype).itemsize, self.length * self.n_keys
         varied = sum(map(math.prod, self.shapes)) + scores * self.heads * ("bias" in self.extras)
         times, times_mask = (3, 2) if self.backward else (1, 1)
         return times * varied * itemsize + times_mask * scores * bool({"mask", "causal_mask"} & set(self.extras))
@@ -126,7 +143,7 @@ class Call:
     def pairs(self) -> int:
         """The number of pairs of a query and a key that are counted, in all batch entries."""
         if self.window is None and not {"segments", "key_lengths"} & set(self.extras):
-            return self.batch * self.length**2 // (2 if self.causal or "causal_mask" in self.extras else 1)
+            return self.batch * self.length * self.n_keys // (2 if self.causal or "causal_mask" in self.extras else 1)
         low, high = self.seen_from, self.seen_to
         if "key_lengths" not in self.extras:
             return self.batch * int(np.sum(high - low))
@@ -156,7 +173,7 @@ class Call:
             return np.arange(self.length) + 1
         if "segments" in self.extras:
             return np.searchsorted(documents(self.length), documents(self.length), "right")
-        return np.full(self.length, self.length)
+        return np.full(self.length, self.n_keys)
 
     @property
     def key_lengths(self) -> np.ndarray:
@@ -290,7 +307,7 @@ def _operands(key, hurtful, shapes, dtype):
 def _inputs(call: Call, key, hurtful: bool) -> tuple[Any, ...]:
     """Query, key and value, the call's extras, and a cotangent of the output where gradients are computed."""
     own = jax.random.fold_in(key, 1)
-    scores = (1, call.heads, call.length, call.length)
+    scores = (1, call.heads, call.length, call.n_keys)
     segments = jnp.broadcast_to(documents(call.length), (call.batch, call.length))
     makers = {
         "bias": lambda: jax.random.normal(own, scores).astype(call.dtype),
@@ -318,9 +335,9 @@ def _sample(call: Call, inputs: Sequence[Any], output: Any) -> list[tuple[np.nda
 
 def _sample_of_gradients(call: Call, inputs: Sequence[Any], output: Any) -> list[tuple[np.ndarray, Any]]:
     """Likewise, of the gradients of query, key, value and bias: those of fewer queries, and of as many keys."""
-    head, at = call.heads // 2, sampled(call.length, ends=4, random=8)
+    head, at, at_keys = call.heads // 2, sampled(call.length, **_FEWER), sampled(call.n_keys, **_FEWER)
     parts = [_some(output[0], _entries(call), head, at)]
-    parts += [np.asarray(_of_head(gradient, call.batch - 1, call.key_head(head)))[at] for gradient in output[1:3]]
+    parts += [np.asarray(_of_head(gradient, call.batch - 1, call.key_head(head)))[at_keys] for gradient in output[1:3]]
     if "bias" in call.extras:
         parts.append(np.asarray(output[3][:, head, at])[:, None])
     return list(zip(parts, _truths(call, inputs, at), strict=True))
@@ -358,7 +375,8 @@ def _gradients_in_truth(call: Call, inputs: Sequence[Any], at: np.ndarray) -> li
     (query, key, value), given = _of_queries(call, operands, entries, head, at)
     dout = _some(dout, entries, head, at)
     truths = attention_oracle.cotangents(dout, np.zeros(dout.shape[:-1]), query, key, value, **given)
-    found = [truths["query"], *_truths_of_keys(call, inputs, call.batch - 1, call.key_head(head), at)]
+    at_keys = sampled(call.n_keys, **_FEWER)
+    found = [truths["query"], *_truths_of_keys(call, inputs, call.batch - 1, call.key_head(head), at_keys)]
     if "bias" in call.extras:
         # A weight that flushes to 0 is times a cotangent of the weights, at most.
         largest = 2 * len(entries) * np.max(np.sum(np.abs(oracle.to64(dout)), -1)) * np.max(np.abs(oracle.to64(value)))
@@ -371,7 +389,7 @@ def _of_queries(call: Call, inputs: Sequence[Any], entries: list[int], head: int
     query, key, value = inputs[:3]
     query = _some(query, entries, head, at)
     key, value = (_some(a, entries, call.key_head(head)) for a in (key, value))
-    cols = np.arange(call.length)
+    cols = np.arange(call.n_keys)
     seen = (cols >= call.seen_from[at, None]) & (cols < call.seen_to[at, None])
     given: dict[str, Any] = {"logits_soft_cap": call.soft_cap}
     for name, extra in zip(call.extras, inputs[3:], strict=True):
@@ -484,9 +502,10 @@ def _contenders(call: Call):
     if not ({"segments", "sinks"} & set(call.extras) or call.soft_cap):
         # Alone, as it captures a CUDA graph when it is built, which what others start at that time breaks.
         yield Contender("cudnn", lambda: _as_measured(call, _of_jax_nn(call, "cudnn")), alone=True)
-    if call.extras or call.window or call.soft_cap or call.value_size:
+    if call.extras or call.soft_cap or call.value_size:
         return
-    if call.head_size % 64 == 0 and call.key_heads is None and call.length % 128 == 0:
+    is_plain = call.key_heads is None and call.keys is None and call.window is None
+    if is_plain and call.head_size in _BLOCKS_KV and call.length % 128 == 0:
         for config in _configs_of_pallas(call):
             yield Contender(
                 "attention_mgpu",
@@ -495,6 +514,8 @@ def _contenders(call: Call):
                 capability=9,
             )
     yield Contender("flash_attention_3", lambda: _as_measured(call, _of_flash_attention_3(call)), needs=("dew_flash_attn",))
+    if call.window is not None:
+        return
     if call.backward:
         yield Contender("torch", lambda: _gradients_of_torch(call), prepare=_with_grad, framework="torch", needs=("torch",))
         return
@@ -586,7 +607,11 @@ def _of_tokamax(call: Call) -> Callable[..., Any]:
 
 def _of_flash_attention_3(call: Call) -> Callable[..., Any]:
     """FlashAttention-3, as the wheel `dew-flash-attn-cu13` brings it to JAX."""
-    return functools.partial(importlib.import_module("dew_flash_attn").flash_mha, is_causal=call.causal)
+    attention = importlib.import_module("dew_flash_attn").flash_mha
+    if call.window is None:
+        return functools.partial(attention, is_causal=call.causal)
+    # A window that ends at the query is causal by itself.
+    return functools.partial(attention, window_size=(call.window - 1, 0))
 
 
 def _heads_first(*inputs):

@@ -8,6 +8,7 @@ or left out for any; and one limit:
     time_per_block_at_most   likewise, the time for each block that has to be visited
     us_at_most               the time of ours in microseconds
     error_at_most            the error of ours
+    millijoules_at_most      the energy of a call of ours as a multiple of that of `peer`
     temporaries_at_most      bytes that ours takes beyond inputs and outputs
     scaling_at_least         of n devices: the time of ours on one device, over n times its time on all
 
@@ -35,7 +36,7 @@ from benchmarks.results import Row
 
 FILE = Path(__file__).with_name("bars.toml")
 FILTERS = ("op", "pass", "dtype", "shape", "options")
-AGAINST_PEER = ("ratio_at_least", "time_at_most")
+AGAINST_PEER = ("ratio_at_least", "time_at_most", "millijoules_at_most")
 AGAINST_CELL = ("time_at_most", "time_per_block_at_most")
 SCALING = "scaling_at_least"
 LIMITS = (*AGAINST_PEER, "time_per_block_at_most", "us_at_most", "error_at_most", "temporaries_at_most", SCALING)
@@ -228,6 +229,10 @@ def _found(bar: Bar, cell: Cell, rows: _Rows, blocks: dict[tuple[str, ...], int]
         return f"{bar.peer} not measured"
     if bar.limit == SCALING:
         return peer.us / (cell.devices * ours.us)
+    if bar.limit == "millijoules_at_most":
+        if ours.millijoules is None or peer.millijoules is None:
+            return "no millijoules"
+        return ours.millijoules / peer.millijoules
     return ours.speed / peer.speed if bar.limit == "ratio_at_least" else ours.fastest_us / peer.fastest_us
 
 

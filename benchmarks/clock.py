@@ -1,10 +1,11 @@
-"""How long the kernels of a call run on the GPU.
+"""How long a call takes: the kernels of it on the GPU, whole programs on the wall clock, or calls back to back under load.
 
 Functions of JAX and of torch are timed alike, by CUPTI, which reports the run time of every kernel in the process, so that
 neither launches nor gaps count. It does not report plain memory copies: torch's `copy_`, and whatever else of torch it should
 not see, is timed by CUDA events around a CUDA graph of the same calls, and a function of JAX that runs no kernel is refused.
 """
 
+import collections
 import importlib
 import itertools
 import statistics
@@ -18,6 +19,8 @@ from benchmarks.cells import torch
 from jaxsoftmax._report.clock import kernels_us
 
 Arguments = Sequence[tuple[Any, ...]]
+
+_AHEAD = 16  # calls in flight under load: milliseconds of work, whose outputs are held
 
 
 class Clock(Protocol):
@@ -45,6 +48,29 @@ def wall_clock(function: Callable[..., Any], arguments: Arguments, calls: int, f
     start = time.perf_counter()
     _run(function, arguments, calls, framework)
     return 1e6 * (time.perf_counter() - start) / calls
+
+
+def loaded_clock(seconds: float) -> Clock:
+    """Returns a `Clock` of calls back to back, by the wall clock of at least `seconds` seconds and at least `calls` calls.
+
+    It dispatches calls ahead and waits for the oldest of them, so that the GPU always has the next one.
+    """
+
+    def clock(function: Callable[..., Any], arguments: Arguments, calls: int, framework: str) -> float:
+        if framework != "jax":  # another framework would have to wait for all calls in flight
+            raise RuntimeError(f"only functions of JAX are timed under load, not those of {framework}")
+        in_flight: collections.deque[Any] = collections.deque()
+        start = time.perf_counter()
+        for count, args in enumerate(itertools.cycle(arguments), start=1):
+            in_flight.append(function(*args))
+            if len(in_flight) > _AHEAD:
+                jax.block_until_ready(in_flight.popleft())
+            if count >= calls and time.perf_counter() - start >= seconds:
+                break
+        jax.block_until_ready(list(in_flight))  # a deque is a leaf to JAX, which it would not wait for
+        return 1e6 * (time.perf_counter() - start) / count
+
+    return clock
 
 
 def mean_of_devices_us(function: Callable[..., Any], arguments: Arguments, calls: int, devices: int) -> float:

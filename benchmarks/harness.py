@@ -16,7 +16,8 @@ import jax
 
 from benchmarks import check
 from benchmarks.cells import FIRST_CALL, ONE, OURS, YARDSTICKS, Cell, Contender, library, torch
-from benchmarks.clock import Clock, kernel_clock, mean_of_devices_us, synchronize, wall_clock
+from benchmarks.clock import Clock, kernel_clock, loaded_clock, mean_of_devices_us, synchronize, wall_clock
+from benchmarks.nvml import Load, Meter
 from benchmarks.results import Row, new_run, now
 from jaxsoftmax import explain
 from jaxsoftmax._report import rows
@@ -31,7 +32,8 @@ _HEADER = f"{'cell':64} {'implementation':16} {'us':>10} {'GB/s':>7} {'TFLOP/s':
 class Effort:
     """How much is measured: `rounds` rounds of at least `calls` calls, over input buffers that pass `cache` bytes together.
 
-    A round of a program lasts `turn` seconds at least.
+    A round of a program lasts `turn` seconds at least. If the GPU is `loaded`, so does a round of any call, back to back, by
+    the wall clock. The first `warm_ups` rounds do not count. The GPU rests for `pause` seconds before each turn.
     """
 
     rounds: int = 5
@@ -39,6 +41,9 @@ class Effort:
     cache: int = 4 * 50 * 2**20  # four times the L2 cache of an H200
     most_buffers: int = 64
     turn: float = 0
+    loaded: bool = False
+    warm_ups: int = 0
+    pause: float = 0
 
     def buffers(self, cell: Cell) -> int:
         if cell.pass_ == FIRST_CALL or cell.devices > 1 or not cell.jitted:  # whose calls follow on one another
@@ -48,7 +53,7 @@ class Effort:
 
 @dataclass
 class Entrant:
-    """A contender that takes part: its function, the arguments of each call, what was found, and its times."""
+    """A contender that takes part: its function, the arguments of each call, what was found, and its times and loads."""
 
     contender: Contender
     function: Callable[..., Any]
@@ -59,6 +64,7 @@ class Entrant:
     temporaries: int | None = None
     kernel_us: float | None = None
     calls: int = 0
+    loads: list[Load] = field(default_factory=list)
 
 
 class Run:
@@ -79,13 +85,17 @@ class Run:
         clock: Clock = kernel_clock,
         effort: Effort | None = None,
         peers: frozenset[str] | None = None,
+        meter: Meter | None = None,
         say: Callable[[str], None] = lambda line: print(line, flush=True),
     ):
-        """Every row goes to `write` as soon as it is measured; `peers` are those that take part, None for all."""
+        """Every row goes to `write` as soon as it is measured; `peers` are those that take part, None for all.
+
+        `meter` measures the GPU's power and clocks beside each time.
+        """
         self.problems: list[str] = []
         self.left_out: list[str] = []
         self._gpu, self._commit, self._write, self._clock, self._peers, self._say = gpu, commit, write, clock, peers, say
-        self._effort = effort or Effort()
+        self._effort, self._meter = effort or Effort(), meter
         self._id = new_run()
         self._copy_speed: dict[str, float] = {}
         self._named: set[str] = set()
@@ -230,7 +240,11 @@ class Run:
 
     def _time(self, cell: Cell, entrants: list[Entrant]) -> None:
         """Rounds in which each entrant has its turn, so that a drift of the clocks hits all alike."""
-        for _ in range(1 + self._effort.rounds):
+        warm_ups = 1 + self._effort.warm_ups
+        for number in range(warm_ups + self._effort.rounds):
+            if number == warm_ups:
+                for entrant in entrants:
+                    entrant.times, entrant.loads = [], []
             entrants[:] = [entrant for entrant in entrants if self.take_turn(cell, entrant)]
         if cell.devices > 1 and self._clock is not wall_clock:
             for entrant in entrants:
@@ -244,13 +258,26 @@ class Run:
             elif cell.pass_ == FIRST_CALL:
                 entrant.times.append(_us_of_a_first_call(entrant))
             else:
-                clock = wall_clock if cell.program else self._clock
-                entrant.times.append(clock(entrant.function, entrant.arguments, entrant.calls, entrant.contender.framework))
+                self._time_once(cell, entrant)
         except Exception as problem:  # out of memory, say: the reason to leave it out
             reason = f"not timed ({entrant.contender.framework}), {_words(problem)}"
             self._leave_out(cell, entrant.contender, reason, problem)
             return False
         return True
+
+    def _time_once(self, cell: Cell, entrant: Entrant) -> None:
+        clock = loaded_clock(self._effort.turn) if self._effort.loaded else wall_clock if cell.program else self._clock
+        time.sleep(self._effort.pause)
+
+        def turn() -> float:
+            return clock(entrant.function, entrant.arguments, entrant.calls, entrant.contender.framework)
+
+        if self._meter is None:
+            entrant.times.append(turn())
+            return
+        us, load = self._meter.during(turn)
+        entrant.times.append(us)
+        entrant.loads.append(load)
 
     def _warm_up(self, cell: Cell, entrant: Entrant) -> None:
         """Calls it with each input, and finds how many calls a turn has; of first calls the very first does not count."""
@@ -278,6 +305,9 @@ class Run:
     def _record(self, cell: Cell, entrant: Entrant) -> None:
         us, least_us = (of(entrant.times) / cell.calls for of in (statistics.median, min))
         kernel_us = entrant.kernel_us and entrant.kernel_us / cell.calls
+        energies = [
+            load.watts * turn_us / 1e3 / cell.calls for load, turn_us in zip(entrant.loads, entrant.times, strict=False)
+        ]
         if cell.op == "copy":
             self._copy_speed[cell.dtype] = cell.bytes / us
         copy_speed = self._copy_speed.get(cell.dtype)
@@ -300,7 +330,9 @@ class Run:
             error=entrant.error,
             temporaries=entrant.temporaries,
             kernel_us=kernel_us,
-            least_us=least_us if self._effort.turn else None,
+            least_us=least_us if self._effort.turn and not self._effort.loaded else None,
+            millijoules=statistics.median(energies) if energies else None,
+            sm_mhz=statistics.median(load.sm_mhz for load in entrant.loads) if entrant.loads else None,
         )
         self._write(row)
         share = "" if row.copy_share is None else f"{row.copy_share:.3f}"
@@ -310,7 +342,8 @@ class Run:
         memory = "" if row.temporaries is None else f"{row.temporaries / 1e6:.1f}"
         kernels = "" if row.kernel_us is None else f", {row.kernel_us:.2f} in kernels"
         line = f"{cell.name:64} {row.implementation:16} {us:10.2f} {speed} {share:>8} {error:>9} {memory:>8}"
-        self._say(line.rstrip() + kernels)
+        load = "" if row.millijoules is None else f", {row.millijoules:.1f} mJ at {row.sm_mhz:.0f} MHz"
+        self._say(line.rstrip() + kernels + load)
 
 
 def _us_of_a_first_call(entrant: Entrant) -> float:
@@ -359,6 +392,11 @@ def gpu_name() -> str | None:
         return jax.devices()[0].device_kind if jax.default_backend() == "gpu" else None
     except (AssertionError, RuntimeError):  # JAX was told to use one that is not there
         return None
+
+
+def gpu_ordinal() -> int:
+    """The number that CUDA gives the GPU on which cells for one device run."""
+    return jax.devices()[0].local_hardware_id
 
 
 def device_count() -> int:

@@ -22,7 +22,8 @@ __all__ += ["newest_of_each_cell", "now", "path_for", "read"]
 FOLDER = Path(__file__).parent / "results"
 
 
-_OF_NEWER_FILES = ("temporaries", "kernel_us", "least_us")  # the last columns, of which a file may lack some at the end
+# The last columns, of which a file may lack some at the end.
+_OF_NEWER_FILES = ("temporaries", "kernel_us", "least_us", "millijoules", "sm_mhz")
 
 
 def path_for(folder: Path, gpu: str, suite: str, implementation: str | None = None, devices: int = 1) -> Path:

@@ -71,6 +71,7 @@ from jaxsoftmax._core.dtypes import accumulator
 __all__ = [
     "State",
     "finish",
+    "guess_log2",
     "identity",
     "lift",
     "lift_log2",
@@ -276,6 +277,7 @@ def push_log2(
     slack: float = 0,
     headroom: float = 0,
     unit: float = 1,
+    sums: jax.Array | None = None,
 ) -> tuple[State, jax.Array, jax.Array]:
     """Adds a block of scores to a state in powers of two, for kernels that sum the values themselves.
 
@@ -286,7 +288,8 @@ def push_log2(
     operation.
 
     Args:
-      state: `State` with `m` and `d`.
+      state: `State` with `m` and `d`. `d` is `[*rows]`, or `[*rows, parts]` if it consists of the sums of every `parts`-th
+        weight, which a kernel need not add up in each step.
       scores: floating array `[*rows, block]`, with the block along `axis`.
       scale_log2: positive factor of the scores.
       axis: axis of `scores` that holds the block; -1 by default.
@@ -296,6 +299,8 @@ def push_log2(
       headroom: amount by which `m` stays below the maximum when it follows, in units of `log(2)`; 0 by default. Weights
         are then at most `2**(slack + headroom)`, so that float16 holds small weights with more bits.
       unit: unit of `m`; 1 by default.
+      sums: sums of `guess_log2` for the block. If they are passed, `m` follows in the rows in which one of them is above
+        `2**slack`. None (the default) to compare the maximum of the block.
 
     Returns:
       A triple: the `State` that includes the block, the factor `[*rows]` that rescales earlier sums of values, and the
@@ -318,11 +323,52 @@ def push_log2(
     """
     scores = _wide(scores)
     m = jnp.max(scores, axis, initial=-jnp.inf) * scale_log2 - headroom / unit
-    m = jnp.maximum(state.m, m) if slack == 0 else jnp.where(m > state.m + slack / unit, m, state.m)
+    if sums is not None:
+        m = jnp.where(jnp.max(sums, -1) <= 2.0**slack, state.m, m)  # NaN is not
+    else:
+        m = jnp.maximum(state.m, m) if slack == 0 else jnp.where(m > state.m + slack / unit, m, state.m)
     shifted = shift(m)
     factor = jnp.exp2((state.m - shifted) * unit)
     weight = jnp.exp2((scores * scale_log2 - _along(shifted, scores, axis)) * unit)
-    return State(m, state.d * factor + jnp.sum(weight, axis)), factor, weight
+    if state.d.ndim == state.m.ndim:
+        return State(m, state.d * factor + jnp.sum(weight, axis)), factor, weight
+    return State(m, state.d * _along(factor, state.d, -1) + _sum_parts(weight, state.d.shape[-1])), factor, weight
+
+
+def guess_log2(state: State, scores: jax.Array, scale_log2: float, *, unit: float = 1) -> tuple[State, jax.Array, jax.Array]:
+    """Adds a block of scores to a state like `push_log2`, on the guess that `m` need not follow.
+
+    No maximum is computed, so that a weight needs one score alone. Where all sums are at most `2**slack` the guess is right:
+    `push_log2` with these sums gives the same state and weights, and factors of 1. Where it is wrong, that call is needed.
+
+    Args:
+      state: `State` with `m`, and `d` of shape `[*rows, parts]`: see `push_log2`.
+      scores: floating array `[*rows, block]`, the block a multiple of `parts`.
+      scale_log2: positive factor of the scores.
+      unit: unit of `m`; 1 by default.
+
+    Returns:
+      A triple: the `State` that includes the block, the sums of every `parts`-th weight `[*rows, parts]`, and the weights of
+      the block `[*rows, block]`. Sums are infinite or NaN if a weight is.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jaxsoftmax import online
+      >>> state = online.State(jnp.array([0.0, 0.0]), jnp.ones((2, 1)))
+      >>> _, sums, weights = online.guess_log2(state, jnp.array([[1.0, 2.0], [3.0, 200.0]]), 1.0)
+      >>> print(sums[:, 0], weights[0])
+      [ 6. inf] [2. 4.]
+    """
+    scores = _wide(scores)
+    m = jnp.maximum(state.m, -jnp.finfo(state.m.dtype).max)  # finite: a row without a score gets weights of 0, or infinite ones
+    weight = jnp.exp2((scores * scale_log2 - _along(m, scores, -1)) * unit)
+    sums = _sum_parts(weight, state.d.shape[-1])
+    return State(state.m, state.d + sums), sums, weight
+
+
+def _sum_parts(weight: jax.Array, parts: int) -> jax.Array:
+    """Sums every `parts`-th entry of the last axis."""
+    return functools.reduce(operator.add, [weight[..., i : i + parts] for i in range(0, weight.shape[-1], parts)])
 
 
 def lift_log2(score: jax.Array, *, headroom: float = 0, unit: float = 1) -> State:

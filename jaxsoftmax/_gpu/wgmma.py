@@ -20,6 +20,7 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
 
 from jaxsoftmax._core.compat import utils
 from jaxsoftmax._gpu.emit import (
+    SCALAR,
     WARP,
     WARPS,
     Vector,
@@ -100,6 +101,28 @@ def scale_rows(product: jax.Array, factor: jax.Array) -> jax.Array:
         return list(branch.results)
 
     return emit(scale, arrays=[(product, _PRODUCT), (factor, _PRODUCT_ROWS)], results=_kind(product.shape, product.dtype))
+
+
+def any_above(product: jax.Array, limit: float, barrier: Any = None) -> jax.Array:
+    """Tells whether some element of a product is above `limit` or NaN: 1 or 0, a scalar int32.
+
+    Each warp tells of its own rows, and warps may therefore go different ways. With `barrier`, the number of a named barrier,
+    all warps of the warpgroup meet and tell of all rows.
+    """
+
+    def vote(*barrier_and_product):
+        *barrier, product = barrier_and_product
+        elements = [llvm.extractelement(register, constant(e)) for register in product.registers.flat for e in range(2)]
+        largest = functools.reduce(arith.maximumf, elements)
+        is_above = arith.cmpf(arith.CmpFPredicate.UGT, largest, utils.c(limit, largest.type))
+        if not barrier:
+            return [arith.extui(integer(32), nvvm.vote_sync(constant(2**WARP - 1), is_above, "any"))]
+        asm = "{ .reg .pred own, any; setp.ne.u32 own, $1, 0;"
+        asm += " barrier.cta.red.or.pred any, $2, 128, own; selp.u32 $0, 1, 0, any; }"
+        own = arith.extui(integer(32), is_above)
+        return [utils.inline_ptx(asm, own, *barrier, result_types=integer(32), has_side_effects=True, convergent=True)]
+
+    return emit(vote, scalars=[] if barrier is None else [barrier], arrays=[(product, _PRODUCT)], results=SCALAR)
 
 
 def bfloat16_terms(product: jax.Array) -> tuple[jax.Array, jax.Array]:

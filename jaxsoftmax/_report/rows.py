@@ -43,6 +43,8 @@ class Row(Origin):
         the column.
       kernel_us: on several devices, microseconds that kernels run, the mean over devices; None elsewhere.
       least_us: on a machine that others may use too, the microseconds of the fastest round; None elsewhere.
+      millijoules: under load, the energy that the whole GPU takes for one call; None elsewhere.
+      sm_mhz: under load, the median clock of the multiprocessors; None elsewhere.
     """
 
     op: str
@@ -59,6 +61,8 @@ class Row(Origin):
     temporaries: int | None = None
     kernel_us: float | None = None
     least_us: float | None = None
+    millijoules: float | None = None
+    sm_mhz: float | None = None
 
     @property
     def speed(self) -> float:
@@ -105,8 +109,9 @@ def machine(gpu: str) -> str:
 
 def formatted(row: Row) -> list[str]:
     """Returns the cells of a row as text, in the order of `COLUMNS`."""
-    *names, us, bytes_, flops, copy_share, error, temporaries, kernel_us, least_us = astuple(row)
+    *names, us, bytes_, flops, copy_share, error, temporaries, kernel_us, least_us, millijoules, sm_mhz = astuple(row)
     optional = (copy_share, ".4f"), (error, ".4g"), (temporaries, ""), (kernel_us, ".3f"), (least_us, ".3f")
+    optional += (millijoules, ".3f"), (sm_mhz, ".0f")
     return [*names, f"{us:.3f}", str(bytes_), str(flops), *("" if n is None else format(n, form) for n, form in optional)]
 
 

@@ -135,7 +135,8 @@ def with_modules(f: Callable[..., Any], *avals: Any, see: Callable[[Any], Any]) 
     return found
 
 
-_BARRIER = re.compile(r"(?<![\w.])bar(?:rier(?:\.cta)?)?\.(?:sync|arrive|red)(?:\.\w+)*\s+([^;]*);")
+# The operands of a barrier, without the predicate that `red` gives.
+_BARRIER = re.compile(r"(?<![\w.])bar(?:rier(?:\.cta)?)?\.(?:sync|arrive|red\.(?:and|or)\.pred\s+\w+,)(?:\.\w+)*\s+([^;]*);")
 
 
 def named_barriers(module: Any) -> set[tuple[range, int]]:
@@ -174,7 +175,11 @@ def named_barriers(module: Any) -> set[tuple[range, int]]:
             assert len(matches) == len(re.findall(r"(?<![\w.])bar(?:rier)?\.(?!warp)", text)), text
             for number, count in (f"{match}, 0".split(", ")[:2] for match in matches):
                 is_operand = number.startswith("$")
-                one = values(operation.operands[int(number[1:])]) if is_operand else range(int(number), int(number) + 1)
+                one = (
+                    values(operation.operands[int(number[1:]) - len(operation.results)])
+                    if is_operand
+                    else range(int(number), int(number) + 1)
+                )
                 found.add((one, int(count)))
         else:
             assert "barrier" not in operation.name or operation.name.startswith(("nvvm.mbarrier", "mosaic_gpu.")), (

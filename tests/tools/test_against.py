@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from benchmarks import against, harness, reference
+from benchmarks import against, harness, reference, sustained
 from benchmarks.__main__ import main
 
 CHANGED = """
@@ -82,6 +82,25 @@ def a_row(cell, ratio, least, largest):
     names = dataclasses.fields(against.Row)[7:]
     times = {"here_us": ratio, "there_us": 1.0, "ratio": ratio, "least": least, "largest": largest}
     return against.Row(cell, **times, bits="same", **{field.name: "abc" for field in names})
+
+
+def test_turns_that_warm_the_gpu_up_do_not_count():
+    class Side:
+        commit = "abc"
+
+        def __init__(self, name, times):
+            self.name, self.steps, self.answers = name, [], [{"bits": "1", "implementation": "mosaic"}, *times]
+
+        def ask(self, step, **more):
+            self.steps.append(step)
+
+        def answer(self):
+            return self.answers.pop(0)
+
+    sides = [Side(name, [{"us": us} for us in (None, 1e9, 10 * us, 30 * us)]) for name, us in (("here", 1.0), ("there", 2.0))]
+    row = against._row(sustained.cells()[0], sides, "NVIDIA H200", sustained.effort(2.0))
+    assert [side.steps for side in sides] == [["enter", *["turn"] * 4]] * 2
+    assert (row.here_us, row.there_us, row.ratio) == (20.0, 40.0, 0.5)
 
 
 def test_a_cell_is_slower_or_faster_where_every_round_is():

@@ -31,11 +31,13 @@ from benchmarks import (
     host,
     linear_cross_entropy,
     links,
+    nvml,
     plot,
     reference,
     results,
     sharded,
     softmax,
+    sustained,
     sweep,
     top_k,
 )
@@ -53,6 +55,8 @@ CELLS = {cell.name: cell for cell in softmax.cells()}
 SWEEP = {cell.name: cell for cell in sweep.cells()}
 ATTENTION = {cell.name: cell for cell in attention.cells()}
 GRADIENTS = {cell.name: cell for cell in attention.gradient_cells()}
+SUSTAINED = {cell.name: cell for cell in sustained.cells()}
+COOL = {cell.name: cell for cell in sustained.cool_cells()}
 DECODING = {cell.name: cell for cell in decoding.cells()}
 LOSSES = {cell.name: cell for cell in cross_entropy.cells()}
 LINEAR = {cell.name: cell for cell in linear_cross_entropy.cells()}
@@ -177,11 +181,11 @@ def test_rows_are_appended_and_read_back(tmp_path):
 def test_columns():
     assert ",".join(results.COLUMNS) == (
         "run,date,gpu,jax,commit,op,pass,dtype,shape,options,implementation,us,bytes,flops,copy_share,error,temporaries,"
-        "kernel_us,least_us"
+        "kernel_us,least_us,millijoules,sm_mhz"
     )
 
 
-@pytest.mark.parametrize("missing", [("temporaries", "kernel_us", "least_us"), ("kernel_us", "least_us"), ("least_us",)])
+@pytest.mark.parametrize("missing", [results.COLUMNS[-count:] for count in range(1, 6)])
 def test_a_file_without_the_newest_columns_is_read_and_appended_to(tmp_path, missing):
     cell = CELLS["softmax forward float32 32768x4096"]
     rows = [a_row(cell, run=run, error=error) for run, error in (("1", 0.5), ("2", None))]
@@ -257,6 +261,8 @@ def test_a_run_cut_off_leaves_what_it_measured(tmp_path):
         ("softmax_sweep", SWEEP),
         ("attention", ATTENTION),
         ("attention_gradients", GRADIENTS),
+        ("attention_sustained", SUSTAINED),
+        ("attention_cool", COOL),
         ("decoding", DECODING),
         ("cross_entropy", LOSSES),
         ("linear_cross_entropy", LINEAR),
@@ -308,6 +314,7 @@ def test_every_bar_matches_cells(suite, cells):
         ('ratio_at_least = 1\npeer = "copy"\npercentile = 100', "between 0 and 100"),
         ('ratio_at_least = 1\npeer = "copy"\nif_measured = 1', "if_measured must be true or false"),
         ("error_at_most = 1\nif_measured = true", "needs a peer"),
+        ("millijoules_at_most = 1", "needs a peer"),
         ('scaling_at_least = 1\npeer = "copy"', "takes no peer"),
         ('error_at_most = 1\nmachines = "h200x2"', "machines must be names of folders"),
     ],
@@ -397,6 +404,48 @@ def test_check_of_attention(tmp_path, capsys, pass_):
     ]
     assert changes
     assert_found(tmp_path, capsys, suite, a_full_run_of_attention(cells), changes, apart=True)
+
+
+def a_full_run_of_sustained(cells=SUSTAINED):
+    """Likewise: ours computes 600 TFLOP/s and takes 700 W; the others take 1.05 of its time and 1.1 of its energy."""
+    rows = []
+    for cell in cells.values():
+        us = cell.flops / 6e8
+        for name in (contender.name for contender in cell.contenders):
+            row = a_row(cell, "mosaic" if name == OURS else name, us=us if name == OURS else 1.05 * us)
+            rows.append(dataclasses.replace(row, millijoules=0.7 * us * (1 if name == OURS else 1.1)))
+    return rows
+
+
+MISSED_SUSTAINED = [
+    ("forward bfloat16 4x4096x16x128", "mosaic", {"us": 970.0}, "0.9918"),
+    ("forward bfloat16 4x4096x16x128", "mosaic", {"millijoules": 700.0}, "0.9922"),
+    ("forward bfloat16 4x4096x16x128 causal=1 kv_heads=4", "mosaic", {"us": 480.0}, "1.002"),
+    ("forward bfloat16 1x16384x8x256", "flash_attention_3", {"millijoules": None}, "no millijoules"),
+    (f"{BOTH} bfloat16 4x4096x8x256 causal=1", "mosaic", {"us": 1660.0}, "1.014"),
+    (f"{BOTH} bfloat16 4x4096x18x112 causal=1 held_out=1", "mosaic", {"error": 1.5}, "1.5"),
+]
+MISSED_COOL = [
+    ("forward bfloat16 4x4096x16x128", "mosaic", {"us": 990.0}, "0.9718"),
+    ("forward bfloat16 16x1024x32x64 causal=1", "cudnn", {"us": 115.0}, "1.004"),
+    (f"{BOTH} bfloat16 4x4096x32x64", "mosaic", {"us": 3500.0}, "0.9621"),
+    (f"{BOTH} bfloat16 8x2048x16x128 held_out=1 keys=10000", "mosaic", {"implementation": "xla"}, "on xla, not on mosaic"),
+]
+
+
+@pytest.mark.parametrize(
+    ("suite", "cells", "missed"),
+    [("attention_sustained", SUSTAINED, MISSED_SUSTAINED), ("attention_cool", COOL, MISSED_COOL)],
+)
+def test_check_of_sustained_and_cool_attention(tmp_path, capsys, suite, cells, missed):
+    changes = [(f"attention {name}", *more) for name, *more in missed]
+    rows = a_full_run_of_sustained(cells)
+    assert_found(tmp_path, capsys, suite, rows, changes)
+    without = [row for row in rows if row.implementation != "flash_attention_3"]
+    written(tmp_path / "without", without, suite)
+    assert main([suite, "--check", "--out", str(tmp_path / "without")]) == 0
+    (count,) = re.findall(r", 0 of (\d+) bars missed", capsys.readouterr().out)
+    assert int(count) == len(cells) + (4 if cells is COOL else 0)  # of errors, and beside cuDNN
 
 
 MISSED_LOSSES = [
@@ -721,6 +770,12 @@ def test_list(capsys):
         (["--check", "--plot"], "--plot"),
         (["softmax", "--self-test"], "suite"),
         (["softmax", "--wall-only"], "--wall-only"),
+        (["attention", "--turn", "2"], "--turn"),
+        (["attention_cool", "--turn", "2"], "--turn"),
+        (["attention_sustained", "--turn", "0"], "--turn"),
+        (["attention_sustained", "--pause", "1"], "--pause"),
+        (["attention_cool", "--pause", "short"], "--pause"),
+        (["attention_cool", "--list", "--pause", "1"], "--pause"),
         (["sharded", "--list", "--wall-only"], "--wall-only"),
     ],
 )
@@ -739,6 +794,33 @@ def test_without_a_gpu_nothing_is_written(tmp_path, capsys, monkeypatch):
     assert main(["--self-test"]) == 2
     assert "no GPU" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_without_an_energy_counter_the_suite_is_left_out(tmp_path, capsys, monkeypatch, status):
+    def meter(ordinal):
+        assert ordinal == 5
+        if status:
+            raise nvml.UnavailableError("NVML's nvmlDeviceGetTotalEnergyConsumption fails: Not Supported")
+        return "meter"
+
+    runs = []
+    monkeypatch.setattr(harness, "gpu_name", lambda: GPU)
+    monkeypatch.setattr(harness, "gpu_ordinal", lambda: 5)
+    monkeypatch.setattr(nvml, "Meter", meter)
+    run = types.SimpleNamespace(measure=lambda cells: None, problems=[], left_out=[])
+    monkeypatch.setattr(harness, "Run", lambda *args, **options: runs.append(options) or run)
+    options = ["--commit", "abc1234", "--out", str(tmp_path)]
+    assert main(["attention_sustained", "--turn", "3", *options]) == (2 if status else 0)
+    said = capsys.readouterr().err
+    if status:
+        assert not runs
+        assert "attention_sustained is left out" in said
+        assert "nvmlDeviceGetTotalEnergyConsumption fails: Not Supported" in said
+    else:
+        assert runs == [{"peers": None, "meter": "meter", "effort": sustained.effort(3.0)}]
+    assert main(["attention_cool", *options]) == 0  # which needs no counter
+    assert runs[-1] == {"peers": None, "effort": sustained.cool_effort(sustained.PAUSE)}
 
 
 # Measuring.
@@ -940,6 +1022,18 @@ def test_the_truth_of_attention(options):
     assert check.errors(cell, cell.contenders[0], (query * 1.1, *others), output)[0] > 1
 
 
+def test_the_truth_of_cross_attention():
+    call = attention.Call(2, 64, 4, 64, keys=200)
+    cell = attention.cell_of(call)
+    query, key, value = inputs = cell.inputs(jax.random.key(0), True)
+    function = jax.jit(cell.contenders[0].build())
+    assert 0 < check.errors(cell, cell.contenders[0], inputs, function(*inputs))[0] <= 1
+    last = jnp.arange(200)[:, None, None] < 199
+    assert check.errors(cell, cell.contenders[0], inputs, function(query, key, jnp.where(last, value, 0)))[0] > 1
+    with pytest.raises(ValueError, match="keys: must be None where positions matter"):
+        dataclasses.replace(call, causal=True)
+
+
 @pytest.mark.parametrize(
     "more",
     cases.every_other(
@@ -951,6 +1045,7 @@ def test_the_truth_of_attention(options):
             {"extras": ("key_lengths",)},
             {"extras": ("causal_mask",)},
             {"causal": True, "extras": ("bias",)},
+            {"keys": 200},
         ],
         1,
     ),
@@ -970,7 +1065,7 @@ def test_the_truth_of_gradients(more):
 
     given = call.arguments(*operands[3:])
     truths = attention_oracle.cotangents(dout, np.zeros(dout.shape[:-1]), *operands[:3], **given)
-    at, key_head = check.sampled(160, ends=4, random=8), call.key_head(2)
+    at, key_head = check.sampled(call.n_keys, ends=4, random=8), call.key_head(2)
     for (_, truth), name in zip(pairs[1:3], ("key", "value"), strict=True):
         value, budget = (array[-1, at, key_head] for array in (truths[name].value, truths[name].budget))
         assert np.all(np.abs(truth.value - value) <= 0.01 * budget)  # which is more than float32 misses
@@ -1025,19 +1120,22 @@ def test_peers_of_attention():
     assert names("4x4096x16x128 sinks=1") == [OURS]
     assert names("4x4096x16x128 causal=1", "float32") == [OURS, "jax.nn", "jax.nn highest"]
 
+    assert names("1x16384x16x128 causal=1 window=1024") == [OURS, "cudnn", "flash_attention_3"]
+
     assert names("4x4096x16x128", pass_=BOTH) == [OURS, "cudnn", "attention_mgpu", "flash_attention_3", "torch"]
     assert names("4x4096x16x128 causal=1", pass_=BOTH) == [OURS, "cudnn", "flash_attention_3", "torch"]
     assert names("4x4096x64x128 causal=1 kv_heads=8", pass_=BOTH) == [OURS, "cudnn", "flash_attention_3", "torch"]
     assert names("4x4096x16x128 bias=1xNxTxS", pass_=BOTH) == [OURS, "cudnn"]
     assert names("1x16384x16x128 causal=1 documents=12", pass_=BOTH) == [OURS]
     assert names("4x4096x16x128 deterministic=1", pass_=BOTH) == [OURS]
+    assert {tuple(c.name for c in cell.contenders) for cell in COOL.values()} == {(OURS, "cudnn", "flash_attention_3")}
     for cell in (ATTENTION | GRADIENTS).values():
         assert all(contender.alone == (contender.name == "cudnn") for contender in cell.contenders)
 
 
 @pytest.mark.parametrize("pass_", ["forward", BOTH])
 def test_flash_attention_3_is_a_peer_where_it_is_installed(monkeypatch, pass_):
-    cell = tiny_attention("causal=1", pass_=pass_)
+    cell = tiny_attention("causal=1" if pass_ == "forward" else "causal=1 window=32", pass_=pass_)
     cell = dataclasses.replace(cell, contenders=tuple(c for c in cell.contenders if c.name == "flash_attention_3"))
     peers = frozenset({"flash_attention_3"})
     _, rows, said = measured(cell, peers=peers)
@@ -1046,9 +1144,9 @@ def test_flash_attention_3_is_a_peer_where_it_is_installed(monkeypatch, pass_):
 
     given = []
 
-    def flash_mha(q, k, v, *, is_causal):
-        given.append((q.shape, is_causal))
-        return jaxsoftmax.dot_product_attention(q, k, v, is_causal=is_causal)
+    def flash_mha(q, k, v, *, is_causal=False, window_size=None):
+        given.append((q.shape, is_causal, window_size))
+        return jaxsoftmax.dot_product_attention(q, k, v, is_causal=is_causal, local_window_size=window_size)
 
     module = types.ModuleType("dew_flash_attn")
     module.flash_mha = flash_mha
@@ -1056,7 +1154,7 @@ def test_flash_attention_3_is_a_peer_where_it_is_installed(monkeypatch, pass_):
     monkeypatch.setitem(sys.modules, "dew_flash_attn", module)
     _, rows, _ = measured(cell, peers=peers)
     assert {row.implementation for row in rows} == peers
-    assert set(given) == {(cell.shape, True)}
+    assert set(given) == {(cell.shape, True, None) if pass_ == "forward" else (cell.shape, False, (31, 0))}
 
 
 @pytest.fixture
@@ -1718,6 +1816,51 @@ def test_times_are_medians_of_interleaved_rounds_and_the_fastest_variant_counts(
     assert [(row.implementation, row.us) for row in rows] == [("copy", 3.0), ("sum", 7.0)]
 
 
+def test_under_load_turns_after_the_warm_up_count_and_a_call_takes_power_times_time(monkeypatch):
+    class Meter:
+        def during(self, turn):
+            us = turn()
+            return us, nvml.Load(watts=us / 2, sm_mhz=1000 + us)
+
+    seconds, order = [], []
+    times = {1.0: iter([900.0, 600.0, 400.0]), 1.002: iter([1.0, 500.0, 700.0])}
+
+    def clock(function, arguments, calls, framework):
+        order.append(round(float(function(jnp.ones(1, "float32"))[0]), 3))
+        return next(times[order[-1]])
+
+    monkeypatch.setattr(harness, "loaded_clock", lambda turn: seconds.append(turn) or clock)
+    contenders = tuple(
+        Contender(name, lambda factor=factor: lambda x: x * jnp.asarray(factor, x.dtype))
+        for name, factor in (("copy", 1.0), ("sum", 1.002))
+    )
+    cell = tiny("copy forward float32", contenders=contenders)
+    _, rows, said = measured(cell, clock=None, effort=sustained.effort(2.0), meter=Meter())
+    assert order == [1.0, 1.002] * 3
+    assert set(seconds) == {2.0}
+    # 300 W for 600 us are 180 mJ, and 200 W for 400 us 80 mJ.
+    assert [(row.implementation, row.us, row.millijoules, row.sm_mhz) for row in rows] == [
+        ("copy", 500.0, pytest.approx(130.0), 1500.0),
+        ("sum", 600.0, pytest.approx(185.0), 1600.0),
+    ]
+    assert ", 130.0 mJ at 1500 MHz" in said
+
+
+def test_a_cool_gpu_rests_before_each_of_15_launches(monkeypatch):
+    order = []
+
+    def clock(function, arguments, calls, framework):
+        assert (calls, len(arguments)) == (1, 1)
+        order.append("launch")
+        return float(len(order))
+
+    monkeypatch.setattr(harness.time, "sleep", order.append)
+    cell = tiny("copy forward float16", contenders=(Contender("copy", lambda: jnp.copy),))
+    _, (row,), _ = measured(cell, clock=clock, effort=sustained.cool_effort(0.5))
+    assert order == [0.5, "launch"] * 15
+    assert (row.us, row.millijoules, row.sm_mhz) == (16.0, None, None)
+
+
 def test_buffers_rotate_where_they_would_fit_in_cache():
     seen = []
 
@@ -1766,6 +1909,8 @@ def test_bytes(name, bytes_per_element):
         (sweep.cells, SWEEP),
         (attention.cells, ATTENTION),
         (attention.gradient_cells, GRADIENTS),
+        (sustained.cells, SUSTAINED),
+        (sustained.cool_cells, COOL),
         (cross_entropy.cells, LOSSES),
         (linear_cross_entropy.cells, LINEAR),
         (top_k.cells, TOP_K),
@@ -1801,6 +1946,11 @@ def test_flops_bytes_and_blocks_of_attention():
     assert of("4x4096x16x128 key_lengths=1").flops == 4 * 16 * 128 * 4096 * (4096 + 3413 + 2730 + 2048)
     for name in ("1x16384x16x128", "4x4096x8x256 causal=1", "1x16384x16x128 causal=1 documents=12"):
         assert of(name, BOTH).flops == 3.5 * of(name).flops
+
+    cross = SUSTAINED["attention forward bfloat16 8x2048x16x128 held_out=1 keys=10000"]
+    assert cross.flops == 4 * 8 * 16 * 2048 * 10000 * 128
+    assert cross.bytes == 2 * 8 * 16 * 128 * (2 * 2048 + 2 * 10000)
+    assert cross.blocks == 8 * 16 * 79
 
     array = 2 * 16384 * 2048
     assert of("1x16384x16x128").bytes == 4 * array
@@ -2072,6 +2222,16 @@ def test_plot_of_a_suite_and_a_gpu(tmp_path, capsys):
     assert main(["attention_gradients", "--plot", "--gpu", "h200", "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out.split() == [str(drawn)]
     assert drawn.read_text().startswith("<?xml")
+
+
+def test_plots_of_attention_under_load_do_not_take_the_place_of_others(tmp_path, capsys):
+    written(tmp_path, a_full_run_of_attention(SUSTAINED), "attention_sustained")
+    assert main(["--plot", "--out", str(tmp_path)]) == 0
+    assert not capsys.readouterr().out
+    assert not list((tmp_path / "h200").glob("*.svg"))
+    written(tmp_path, a_full_run_of_attention(), "attention")
+    assert main(["attention", "--plot", "--out", str(tmp_path)]) == 0
+    assert "attention_forward.svg" in capsys.readouterr().out
 
 
 def test_plot_of_linear_cross_entropy(tmp_path, capsys):

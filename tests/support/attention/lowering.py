@@ -74,7 +74,7 @@ EVERYTHING = ("window", "lengths", "segments", "soft cap", "sinks", "mask", "bia
 # Head sizes of keys and values that have every configuration, and sizes that are padded.
 SIZES = [(64, 64), (128, 128), (192, 192), (256, 256), (192, 128), (128, 256), (8, 8), (80, 72), (64, 128), (248, 16)]
 # The same, whose columns come in halves: they have no gradients on kernels.
-LARGE_SIZES = [(512, 512), (440, 440), (64, 512), (512, 128)]
+LARGE_SIZES = [(512, 512), (440, 440), (64, 512), (256, 512), (512, 128)]
 
 
 LENGTHS = {"exact": (384, 512), "ragged": (300, 301)}

@@ -36,14 +36,19 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     in_one_segment,
     tanh,
 )
-from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardGeometry, ForwardTile, ForwardTiles
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import Correction, ForwardGeometry, ForwardTile, ForwardTiles
 
-# The first of the named barriers for ping-pong, one for each consumer. Mosaic GPU uses those before: a test holds it to that.
-_PING_PONG = 8
+# The first of the named barriers for ping-pong, and of those for corrections: each consumer has one. Mosaic GPU uses the
+# barriers before: a test holds it to that.
+_PING_PONG, _CORRECT = 8, 11
 # Powers of two by which a maximum grows before sums are rescaled, and by which it stays below the largest score. Warps in which
 # no maximum grows skip the multiplication of their sums. Nothing is lost by either: the same maximum is in all weights and in
 # the log-sum-exp. Weights are at most 2 to the power of their sum. float16 holds up to 2^15, and loses bits below 2^-14.
 _SLACK_AND_HEADROOM = {"bfloat16": (8, 0), "float16": (2, 13), "float32": (8, 0)}
+# Powers of two that the sums of guessed weights may reach before the maximum follows. A row rarely needs that a second time:
+# the scores of a row with few keys in its first block, as causal attention has, exceed their maximum by 2^8 often.
+_SLACK_OF_GUESSES = 24
+_PARTS = 8  # sums of a row's weights: those of each thread stay apart until the last step
 
 
 @dataclass(frozen=True)
@@ -250,6 +255,10 @@ class ForwardScores:
         options = {"scale_log2": scale_log2, "slack": slack, "headroom": self.headroom, "unit": self.unit}
         # It pushes scores in these units, and gives their weights.
         self.push = functools.partial(online.push_log2, **options)
+        self.correction = geometry.config.correction
+        if self.correction is not None:
+            self.push = functools.partial(self.push, slack=_SLACK_OF_GUESSES)
+            self.guess = functools.partial(online.guess_log2, scale_log2=scale_log2, unit=self.unit)
         left, right = geometry.window
         has_limits = not {"ranges", "query_lengths", "key_lengths"}.isdisjoint(geometry.names)
         is_ragged = geometry.key[0] % self.shape[1] != 0
@@ -280,7 +289,7 @@ class ForwardScores:
           s: the products.
           mask: what `packed` returns for the key block.
           block: number of the key block.
-          banded: True, or an array, if lengths, the window or segments hide some of its keys from some row.
+          banded: a bool, or an array: lengths, the window or segments hide some of its keys from some row.
         """
         if self.key_scale is not None:
             s = s * self.key_scale
@@ -292,7 +301,7 @@ class ForwardScores:
             s = jnp.where(bias == -jnp.inf, -jnp.inf, s + bias)  # s may be NaN
         if "mask" in self.operands:
             s = wgmma.select_bits(s, mask)
-        if not self.is_banded:
+        if not self.is_banded or banded is False:
             return s
         return self._banded(s, block) if banded is True else lax.cond(banded, lambda s: self._banded(s, block), lambda s: s, s)
 
@@ -310,6 +319,15 @@ class ForwardScores:
         ids, keys = self.operands["key_segments"], self.geometry.key[0]
         key_ids = wgmma.load_product_cols(ids.ref, ids.index(self.tile.b) * keys + start, keys - start, self.shape)
         return in_one_segment(s, self.segments, key_ids)
+
+    def open(self, state):
+        """Returns a state before the first key with `d` as `push` and `guess` take it."""
+        m, d = (jnp.broadcast_to(part, (ROWS,)) for part in (state.m, state.d))
+        return State(m, d if self.correction is None else lax.broadcast_in_dim(d / _PARTS, (ROWS, _PARTS), (0,)))
+
+    def close(self, m, d, o):
+        """Returns the state after the last key."""
+        return State(m, d if self.correction is None else jnp.sum(d, axis=1), o)
 
     def kept(self, weights, block):
         """Returns the weights of a key block that dropout keeps, and 0 for the others."""
@@ -477,7 +495,8 @@ class ForwardPipeline:
         carry = (state.m, state.d, slots.rounded(scores.kept(p, self.high - 1)), following)
 
         # The other key blocks.
-        whole = consumer.tiles.seen_whole(self.tile, self.first, ROWS) if scores.is_banded else None
+        is_banded = scores.is_banded and not geometry.hides_in_first_block_alone
+        whole = consumer.tiles.seen_whole(self.tile, self.first, ROWS) if is_banded else None
         m, d, weights, _ = lax.fori_loop(1, self.count, functools.partial(self._step, whole, o_acc), carry)
 
         # O += P V of the last one, and the output.
@@ -487,7 +506,7 @@ class ForwardPipeline:
         slots.multiply_values(o_acc, weights, last)
         o = o_acc[...]
         plgpu.barrier_arrive(memory["v_empty"].at[slots.stage(last)])
-        self._store(State(m, d, o))
+        self._store(scores.close(m, d, o))
 
     def _multiply_first(self, s_acc):
         """Returns the product of the first key block, and the masks of the first two."""
@@ -519,17 +538,60 @@ class ForwardPipeline:
             return plgpu.wgmma_accumulator_load(s_acc, wait_n=consumer.geometry.n_products), following
 
         s, following = pl.run_scoped(multiply, plgpu.ACC(scores.shape, jnp.float32))
-        consumer.leave_keys(self.steps + i)
+        if scores.correction is not Correction.FROM_PRODUCT:
+            consumer.leave_keys(self.steps + i)
         s = scores.masked(s, mask, block, banded=banded)
-        state, factor, p = scores.push(State(m, d), s)
+        correct = functools.partial(self._corrected, State(m, d), block)
+        # Guessed weights come with their sums in the place of the factor.
+        state, factor, p = scores.push(State(m, d), s) if scores.correction is None else scores.guess(State(m, d), s)
         p = scores.kept(p, block)
-        (m, d, _), factor, p = lax.optimization_barrier((state, factor, p))
+        if scores.correction is Correction.FROM_SCORES:
+            state, factor, p = correct(lambda: s, state, factor, p)
+        state, factor, p = lax.optimization_barrier((state, factor, p))
         # A branch between the weights and the wait: without one ptxas computes them after it, and nothing overlaps.
         pl.when(i + 1 < self.count)(lambda: consumer.wait_for_keys(self.steps + i + 1))
         o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
         plgpu.barrier_arrive(memory["v_empty"].at[slots.stage(self.steps + i - 1)])
+        if (
+            scores.correction is Correction.FROM_PRODUCT
+        ):  # not before the wait: ptxas would let all products wait for each other
+            state, factor, p = correct(functools.partial(self._multiply_again, i, mask, banded), state, factor, p)
+            consumer.leave_keys(self.steps + i)
         o_acc[...] = wgmma.scale_rows(o, factor)
-        return m, d, slots.rounded(p), scores.packed(following)
+        return state.m, state.d, slots.rounded(p), scores.packed(following)
+
+    def _corrected(self, before, block, exact, guessed, sums, p):
+        """Returns the state, the factors of earlier sums, and the weights that dropout keeps, from those that were guessed.
+
+        Args:
+          before: state without the key block.
+          block: number of the key block.
+          exact: function that returns the scores of the key block.
+          guessed: state with the key block.
+          sums: sums of the guessed weights.
+          p: guessed weights that dropout keeps.
+        """
+        scores, barrier = self.scores, None
+        if scores.correction is Correction.FROM_PRODUCT:
+            barrier = _CORRECT + self.consumer.index
+
+        def correct():
+            state, factor, p = scores.push(before, exact(), sums=sums)
+            return state.m, state.d, factor, scores.kept(p, block)
+
+        is_wrong = wgmma.any_above(sums, 2.0**_SLACK_OF_GUESSES, barrier) != 0
+        m, d, factor, p = lax.cond(is_wrong, correct, lambda: (guessed.m, guessed.d, jnp.ones_like(before.m), p))
+        return State(m, d), factor, p
+
+    def _multiply_again(self, i, mask, banded):
+        """Returns the scores of key block `i`, whose keys are still there."""
+
+        def multiply(s_acc):
+            self.consumer.slots.multiply_keys(s_acc, self.consumer.index, self.steps + i)
+            return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+
+        s = pl.run_scoped(multiply, plgpu.ACC(self.scores.shape, jnp.float32))
+        return self.scores.masked(s, mask, self.high - 1 - i, banded=banded)
 
     def _start(self):
         """Returns the state before the first key, from `initial` or a sink if there is one, and its sums of values or None."""
@@ -547,7 +609,7 @@ class ForwardPipeline:
         elif "sinks" in consumer.operands:
             sinks = geometry.rows.sinks(consumer.operands["sinks"], tile, self.first, geometry)
             state = online.lift_log2(sinks, headroom=scores.headroom, unit=scores.unit)
-        return State(*(jnp.broadcast_to(part, (ROWS,)) for part in (state.m, state.d))), o
+        return scores.open(state), o
 
     def _store(self, state):
         """Stores output and log-sum-exp, or the state if there are several splits."""

@@ -1,5 +1,6 @@
 """How the forward kernel runs a problem: rows, tiles, the key blocks that they visit, and shared memory."""
 
+import enum
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,6 +34,17 @@ FACTS = {"query_lengths": 1, "key_lengths": 1, "query_offset": 1, "ranges": 4, "
 WIDEST = 256  # columns of the output that a consumer has in registers, 128 of a thread
 
 
+class Correction(enum.Enum):
+    """Ways to compute weights again where the guess that no maximum follows was wrong: see `online.guess_log2`.
+
+    Consumers guess in every step but the first. That leaves out 64 of the 400 instructions of a step, and exponentials start
+    when scores are there: 2795 us to 3055 us without (head size 128, 16384 tokens, H100), 3597 us to 3837 us (64).
+    """
+
+    FROM_SCORES = enum.auto()  # a consumer keeps the scores in registers; each warp corrects its own rows
+    FROM_PRODUCT = enum.auto()  # it has no registers for them, and multiplies again; all its warps correct their rows
+
+
 @dataclass(frozen=True)
 class ForwardConfig:
     """Settings of a block of threads of the forward kernel."""
@@ -46,6 +58,7 @@ class ForwardConfig:
     has_terms: bool = False  # operands are float32, each the sum of two terms; the output needs no shared memory then
     producers: int = 1  # warpgroups that copy: one, or one for queries and keys and one for values
     byte_stages: int = 0  # key blocks of 8 bits, and value blocks, in shared memory; 0 if keys and values have more bits
+    correction: Correction | None = None  # of weights that are guessed; None if consumers compute maxima first
 
     @property
     def converters(self) -> int:
@@ -137,9 +150,12 @@ class Pages:
 
 
 def forward_config(
-    head_size: int, value_size: int, window: Any = (None, None), dtype: DTypeLike = jnp.bfloat16
+    head_size: int, value_size: int, window: Any = (None, None), dtype: DTypeLike = jnp.bfloat16, guesses: bool = False
 ) -> ForwardConfig:
-    """Returns the configuration for head sizes, as measured on an H200: `benchmarks/results/h200/attention.csv`."""
+    """Returns the configuration for head sizes, as measured on an H200: `benchmarks/results/h200/attention.csv`.
+
+    With `guesses`, consumers guess that maxima do not follow.
+    """
     sizes = sizes_on_chip(head_size, value_size)
     if jnp.dtype(dtype) == jnp.float32:
         if max(sizes) <= 64:
@@ -149,14 +165,29 @@ def forward_config(
     if max(head_size, value_size) > WIDEST:
         # Queries of 512, keys and a half of the values take 224 KiB. The output goes where the queries were if it fits there.
         return ForwardConfig(2, 64, 1 if head_size > WIDEST else 2, own_output=sizes[0] < sizes[1], ping_pong=False)
-    # Ping-pong costs more than it gives above head size 128, and at 64 without a window.
+    # Ping-pong costs more than it gives above head size 128, and at 64 without a window and guesses.
     if max(sizes) > 128 and sizes[0] != sizes[1]:
         return ForwardConfig(2, 64, 2, ping_pong=False)
+    from_scores, from_product = (Correction.FROM_SCORES, Correction.FROM_PRODUCT) if guesses else (None, None)
     if max(sizes) <= 64:
-        return ForwardConfig(3, 128, 4, registers=(32, 160), ping_pong=window != (None, None))
+        ping_pong = window != (None, None) or from_product is not None
+        return ForwardConfig(3, 128, 4, registers=(32, 160), ping_pong=ping_pong, correction=from_product)
     if max(sizes) <= 128:
-        return ForwardConfig(2, 128, 2)
-    return ForwardConfig(2, 64, 3 if max(sizes) <= 192 else 2, own_output=False, ping_pong=False)
+        return ForwardConfig(2, 128, 2, correction=from_scores)
+    stages = 3 if max(sizes) <= 192 else 2
+    return ForwardConfig(2, 64, stages, own_output=False, ping_pong=False, correction=from_scores)
+
+
+def pays_to_guess(types: Mapping[str, Any], window: Any) -> bool:
+    """Tells whether consumers are faster if they guess that maxima do not follow, for operands of these types.
+
+    Weights of float16 are at most 2^15, which leaves no room for guesses. With masks and biases registers are short: 1.34 and
+    1.45 of the time without guesses (4096 tokens). Few key blocks of large heads do not repay what a tile costs more: 1.01 and
+    1.02 of the time of 512 causal tokens (heads of 128 and 256; H100).
+    """
+    size, keys = types["query"].shape[-1], types["key"].shape[-3]
+    is_short = size > 64 and window[1] is not None and keys <= 512
+    return types["query"].dtype == jnp.bfloat16 and not {"bias", "mask", "seeds"} & types.keys() and not is_short
 
 
 def padded(size: int) -> int:
@@ -244,6 +275,16 @@ class ForwardGeometry(AttentionGeometry):
             by_ticket=n_facts > 0,
             n_tiles=math.prod(self.batch) * heads * value_parts * blocks_q * self.splits,
         )
+
+    @property
+    def hides_in_first_block_alone(self) -> bool:
+        """True if window and lengths hide keys in the first key block that rows visit, the last one by number, and in no other.
+
+        The last keys that 64 rows see are in one key block then.
+        """
+        left, right = self.window
+        is_aligned = right is None or (right % ROWS == self.config.block_kv % ROWS == 0 and self.rows.heads_per_query == 1)
+        return left is None and is_aligned and not {"ranges", "query_lengths", "key_lengths", "query_offset"} & self.names
 
     def describe(self) -> str:
         """Says in one line how the kernel runs."""
@@ -353,7 +394,8 @@ class ForwardGeometry(AttentionGeometry):
 def shape_forward(types: Mapping[str, Any], target: Target, **options: Any) -> ForwardGeometry:
     """Shapes the kernel for operands of these types, by name; `options` are those of `AttentionProblem`."""
     query, value_size = types["query"], types["value"].shape[-1]
-    config = forward_config(query.shape[-1], value_size, options["window"], query.dtype)
+    window = options["window"]
+    config = forward_config(query.shape[-1], value_size, window, query.dtype, pays_to_guess(types, window))
     has_reach = "mask" in types and key_blocks.is_shared(types["mask"])
     shapes = shapes_of(types, target) | {"names": with_tables(types, has_reach)}
     return ForwardGeometry(**shapes, **options, value_size=value_size, config=config)
