@@ -616,15 +616,15 @@ def on_abstract_mesh(f, length=2048, heads=4, size=64):
         return kernels.lowered_for_cuda(f, x, x, x)
 
 
-@pytest.mark.parametrize("n", [None, slow(DEVICES)])
-def test_kernels_run_on_shards_and_steps_alike_have_one(n):
+@pytest.mark.parametrize(("n", "size"), [(None, 36), slow(DEVICES, 64)])
+def test_kernels_run_on_shards_and_steps_alike_have_one(n, size):
     """The first and the last forward step have kernels of their own. In zigzag order backward a device's own keys have one."""
 
     def f(*operands):
         out = attend(*operands, is_causal=True, strategy="ring", zigzag=n)
         return jnp.sum(out.astype(jnp.float32))
 
-    text = on_abstract_mesh(jax.grad(f, (0, 1, 2)))
+    text = on_abstract_mesh(jax.grad(f, (0, 1, 2)), size=size)
     kernels.assert_ran(text, "mosaic")
     names = kernels.kernel_names(text)
     assert sorted(names) == ["attention_backward_mosaic"] * (2 if n else 1) + ["attention_forward_mosaic"] * 3
@@ -791,7 +791,7 @@ def native_case(feature, size):
         for kind in ("explicit", "auto", "shard_map")
         for way in ("ring", "all_gather", "all_to_all")
         for feature in NATIVE
-        for size in ((64, 128) if (name, way, kind) == ("mosaic", "ring", "explicit") else (16 if name == "xla" else 64,))
+        for size in ((64, 128, 36) if (name, way, kind) == ("mosaic", "ring", "explicit") else (16 if name == "xla" else 64,))
         if kind == "explicit" or feature in ("window, sinks, soft cap", "bias", "lengths")
         if name != "triton" or (kind, way) == ("explicit", "ring")
     ],

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxsoftmax
+from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.target import HOPPER
 from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
 from jaxsoftmax.ops.attention import primitive
@@ -251,6 +252,34 @@ def test_which_kernel_a_call_goes_to(length, heads, rate, is_few):
     assert isinstance(plan.geometry.rows, FoldedRows) == is_few
 
 
+@pytest.mark.parametrize(
+    ("length", "size", "dtype", "more", "is_refused"),
+    [
+        (3, 36, "bfloat16", {}, True),
+        (4, 36, "bfloat16", {}, False),
+        (3, 40, "bfloat16", {}, False),
+        (3, 36, "float32", {}, False),
+        (3, 33, "float32", {}, True),
+        (
+            1,
+            36,
+            "bfloat16",
+            {"value": lowering.shaped(2, 300, 2, 36, dtype="int8"), "value_scale": lowering.shaped(2, 2)},
+            False,
+        ),
+    ],
+)
+def test_few_rows_do_not_pay_for_padding_keys(length, size, dtype, more, is_refused):
+    plan = plan_of(lowering.operands(length=length, heads=8, size=size, dtype=dtype) | more)
+    assert isinstance(plan, Refusal) == is_refused
+    if is_refused:
+        assert plan.reason == f"padding head sizes {size} and {size} should take longer than the reference takes for 12 rows"
+        plan = plan.plan  # where the user asks for it
+    multiple = 2 if dtype == "float32" else 8
+    assert plan.describe().endswith("head sizes padded before") == (size % multiple > 0)
+    assert plan.geometry.query[2] == plan.geometry.key[2] == plan.geometry.value_size == -(-size // multiple) * multiple
+
+
 def test_plans_of_few_queries_have_as_many_costs_as_splits():
     operands = lowering.operands((2,), length=3, keys=1000, heads=8, key_heads=2)
     kernel = plan_of(operands, window=(None, 0)).geometry
@@ -265,6 +294,8 @@ def test_plans_of_few_queries_have_as_many_costs_as_splits():
 def test_plans_say_how_kernels_run():
     words = "tiles of 64 rows of 4 heads by 128 keys, 3 stages, 1 consumer warpgroup, 8 splits"
     assert plan_of(lowering.operands((2,), length=3, keys=1000, heads=8, key_heads=2)).describe() == words
+    words = "tiles of 128 queries by 64 keys, 1 stage, 2 consumer warpgroups, 1 split, each half of the values in its own tiles"
+    assert plan_of(lowering.operands((2,), size=512)).describe() == words
 
 
 # Natively.

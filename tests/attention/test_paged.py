@@ -173,14 +173,15 @@ def lower(*types, **options):
         for index, page in enumerate(decode.PAGE_SIZES)
         for place, size in enumerate([64, 128, 192, 256, 80])
         for heads in (8, 16)
-    ],
+    ]
+    + [(8, 512, 8)],
 )
 def test_pages_are_read_where_they_are(page, size, heads):
     assert "stablehlo.gather" not in lower(*types(page, heads=heads, size=size))
 
 
 @pytest.mark.usefixtures("hollow_kernels")
-@pytest.mark.parametrize("other", [{"page": 24}, {"dtype": "float32"}, {"length": 65}], ids=str)
+@pytest.mark.parametrize("other", [{"page": 24}, {"dtype": "float32"}, {"length": 65}, {"size": 36}], ids=str)
 def test_what_is_gathered_before(other):
     assert "stablehlo.gather" in lower(*types(**other))
 
@@ -190,8 +191,8 @@ def test_what_runs():
     assert [d.implementation for d in explain(attend, *types(), platform="cuda")] == ["mosaic"]
     assert [d.primitive for d in explain(attend, *types(), platform="cuda")] == ["paged_attention"]
     (decision,) = explain(attend, *types(size=20), platform="cuda")
-    assert decision.implementation == "xla"
-    assert "head size must be a multiple of 8" in dict(decision.refusals)["mosaic"]
+    assert decision.implementation == "mosaic"
+    assert decision.plan.endswith("pages gathered before, head sizes padded before")
 
 
 # Natively.
@@ -204,10 +205,11 @@ def test_what_runs():
     "sizes",
     [
         *({"page": page, "most": 1 + 700 // page} for page in decode.PAGE_SIZES),
-        *({"size": size, "length": length} for size in (128, 256, 80) for length in (1, 4)),
+        *({"size": size, "length": length} for size in (128, 256, 80, 512) for length in (1, 4)),
         {"heads": 16, "length": 4, "page": 32},
         {"heads": 2, "length": 1, "batch": (2, 30)},
         {"page": 24},
+        {"size": 36},
         {"length": 40},
         {"dtype": "float16", "page": 8},
         {"dtype": "float32"},
@@ -351,7 +353,7 @@ WRONG = {
     "a negative window": ({"local_window_size": -1}, ValueError, ["local_window_size", "-1"]),
     "one that cannot run": (  # on a GPU because of the head size
         {
-            name: np.zeros((*shape, 12), np.float32)
+            name: np.zeros((*shape, 129), np.float32)
             for name, shape in {"query": (3, 2, 8), "key_pages": OF_KEYS, "value_pages": OF_KEYS}.items()
         }
         | {"implementation": "mosaic"},

@@ -366,7 +366,9 @@ def test_pages_and_scales_that_are_not_mapped_alike_are_read_as_they_are():
 
 
 @pytest.mark.usefixtures("hollow_kernels")
-@pytest.mark.parametrize(("length", "size", "dtype"), [(65, 64, "bfloat16"), (1, 24, "bfloat16"), (1, 64, "float32")], ids=str)
+@pytest.mark.parametrize(
+    ("length", "size", "dtype"), [(65, 64, "bfloat16"), (1, 24, "bfloat16"), (1, 64, "float32"), (1, 512, "bfloat16")], ids=str
+)
 def test_what_is_multiplied_before(length, size, dtype):
     lower = lambda q, k, v: jaxsoftmax.dot_product_attention(q, k, v, implementation="mosaic")  # noqa: E731
     bytes_ = shaped(2, 4096, 2, size, dtype="int8")
@@ -419,6 +421,8 @@ def test_native_values_in_pages(page, kind, of_pages, size):
         {"length": 16, "heads": 15, "key_heads": 3, "size": 256, "keys": 1024},  # rows that are copied, and others in place
         {"length": 16, "heads": 12, "key_heads": 3, "size": 256, "keys": 1024},
         {"length": 1, "size": 192, "value_size": 256},
+        {"length": 1, "size": 36, "value_size": 20},  # converted and padded before
+        {"length": 1, "size": 512},  # converted before
         {"keys": 1},
         {"keys": 20001, "batch": (1,)},
         {"batch": (9, 11), "keys": 200},

@@ -300,9 +300,11 @@ EACH_KIND += ["sizes 64 and 64, whole", "sizes 192 and 192, whole", "sizes 256 a
 EACH_KIND += ["lengths, causal", "segments sorted", "segments shuffled", "soft cap", "sinks alone", "dropout", "everything"]
 EACH_KIND += ["segments, size 128", "segments, size 256", "lengths, size 128", "lengths, size 256"]
 EACH_KIND += ["mask of 208 keys, size 64", "mask of 202 keys, size 64", "mask of 208 keys, size 256"]
+EACH_KIND += ["sizes 36 and 50", "large sizes 512 and 512, whole", "large sizes 440 and 440", "few, large sizes, everything"]
 EACH_KIND += ["nothing to see", "mask (2,4,130,200) bool", "mask (1,1,130,201) bool", "bias (2,4,130,201) bfloat16"]
 
 EACH_KIND_OF_FLOAT32 = ["1 and 1", "65 and 63", "385 and 513, causal", "sizes 80 and 80", "sizes 64 and 128", "sizes 8 and 8"]
+EACH_KIND_OF_FLOAT32 += ["sizes 36 and 50", "sizes 100 and 33"]
 EACH_KIND_OF_FLOAT32 += ["sizes 64 and 64, whole", "sizes 128 and 128, whole", "4097", "many tiles", "no batch axes"]
 EACH_KIND_OF_FLOAT32 += ["groups of 3", "segments shuffled", "soft cap, causal", "dropout, causal", "everything"]
 EACH_KIND_OF_FLOAT32 += ["segments, size 128", "lengths, size 128", "mask of 202 keys, size 128"]

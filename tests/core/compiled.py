@@ -106,13 +106,14 @@ FEATURES["what tiles depend on"] = lambda *sizes: {
 }
 OPTIONS = {"window": (None, None), "soft_cap": None, "dropout_rate": 0.0, "scale": 0.125}
 PADDED = {64: 40, 128: 80, 192: 136, 256: 200}  # a head size that is padded to each of those on chip
+LARGE = [(512, 512), (440, 440), (384, 384), (320, 512), (512, 64), (64, 512), (200, 512)]  # of queries and keys, and of values
 QUERIES = {"many": (300, 4, 2), "one": (1, 8, 2), "few in place": (16, 12, 3), "few": (16, 15, 3), "few of 3 tiles": (48, 8, 2)}
 
 
 def attention_cases() -> Iterator[Case]:
     """Each pair of head sizes with few features, and equal ones, padded or not, with all of them."""
     every = [(size, other) for size in PADDED for other in PADDED]
-    sizes = [*every, *((PADDED[size], PADDED[other]) for size, other in every)]
+    sizes = [*every, *((PADDED[size], PADDED[other]) for size, other in every), *LARGE]
     for dtype, (size, value_size) in itertools.product(attention.DTYPES, sizes):
         if max(size, value_size) > attention.MAX_HEAD_SIZE[dtype]:
             continue
@@ -132,7 +133,9 @@ def attention_cases() -> Iterator[Case]:
         for feature in features if (size, value_size) in ((64, 64), (128, 128), (256, 256)) else ("plain",):
             for is_deterministic in (False, True):
                 yield from _backward(dtype, size, value_size, feature, is_deterministic)
-    pages = itertools.product(("bfloat16", "float16"), decode.PAGE_SIZES, (None, "int8", "float8_e4m3fn"), (64, 128, 192, 256))
+    pages = itertools.product(
+        ("bfloat16", "float16"), decode.PAGE_SIZES, (None, "int8", "float8_e4m3fn"), (64, 128, 192, 256, 512)
+    )
     for (dtype, page, byte, size), (kind, counts) in itertools.product(pages, QUERIES.items()):
         if kind != "many" and (dtype == "bfloat16" or page == 16):
             yield from _paged(dtype, page, byte, size, kind, counts)

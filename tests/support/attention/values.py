@@ -85,7 +85,7 @@ FEATURES = {
     "two batch axes": case({"batch": (2, 3), "length": 9, "keys": 11}),
     "smaller values": case({"value_size": 8}),
     "larger values": case({"value_size": 40}),
-    "odd sizes": case({"length": 37, "keys": 53, "size": 24}),
+    "odd sizes": case({"length": 37, "keys": 53, "size": 36, "value_size": 21}),
     "head size 128": case({"size": 128}),
     "one query": case({"length": 1}),
     "one key": case({"keys": 1}),
@@ -294,7 +294,7 @@ def calls(draw):
     key_heads, groups = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2]))
     heads = key_heads * groups
     shapes = {"batch": batch, "length": length, "keys": keys, "heads": heads, "key_heads": key_heads}
-    shapes |= {"size": draw(st.sampled_from([8, 24])), "value_size": draw(st.sampled_from([8, 16]))}
+    shapes |= {"size": draw(st.sampled_from([8, 24, 36])), "value_size": draw(st.sampled_from([8, 16, 33]))}
     given, options = arrays(dtype=draw(st.sampled_from(cases.DTYPES)), **shapes), {}
     seed, yes = draw(st.integers(0, 99)), st.booleans()
     whole = (*batch, heads, length, keys)
@@ -384,7 +384,9 @@ def ahead(gap):
 
 RAGGED = [(1, 1), (1, 300), (300, 1), (63, 65), (65, 63), (127, 129), (129, 127), (192, 128), (385, 513)]
 SIZES = [(8, 8), (16, 16), (64, 64), (80, 80), (128, 128), (192, 192), (256, 256)]
-SIZES += [(192, 128), (128, 256), (64, 128), (8, 256), (256, 24)]
+SIZES += [(192, 128), (128, 256), (64, 128), (8, 256), (256, 24), (36, 50), (100, 33), (1, 250)]
+# Whose columns come in halves: the kernels have no gradients of them.
+LARGE_SIZES = [(512, 512), (384, 384), (440, 440), (320, 512), (512, 256), (512, 40), (64, 512), (200, 264)]
 
 
 WINDOWS = [(30, None), (200, None), (None, 30), (None, 200), (0, 0), (30, 30), (200, 300), (5, 200), (200, 0), (600, 0)]
@@ -392,7 +394,7 @@ WIDE = {"length": 400, "keys": 500, "size": 64}
 FEW = {"length": 3, "keys": 700, "heads": 8, "key_heads": 2, "size": 64}  # the queries of a key head are one tile
 
 
-def few(length=3, **options):
+def few(length=3, size=64, **options):
     """Returns all features that depend on rows, for this number of queries."""
 
     def make():
@@ -407,7 +409,28 @@ def few(length=3, **options):
             "bias": random((8, length, 700), "bias"),
         }
 
-    return case(FEW | {"length": length}, make, **options)
+    return case(FEW | {"length": length, "size": size}, make, **options)
+
+
+def large_sizes():
+    """Returns cases of large heads, by name: whole tiles and clipped ones, few queries, and all features."""
+    cases_of = {}
+    for h, v in LARGE_SIZES:
+        sizes = {"size": h, "value_size": v}
+        cases_of[f"large sizes {h} and {v}"] = case({"length": 200, "keys": 250} | sizes, is_causal=True)
+        cases_of[f"large sizes {h} and {v}, whole"] = case({"length": 384, "keys": 256} | sizes)
+        cases_of[f"few, large sizes {h} and {v}"] = case(FEW | sizes)
+    everything = {"local_window_size": (220, 100), "logits_soft_cap": 9.0}
+    cases_of["large sizes, everything"] = case({"length": 300, "keys": 401, "size": 512}, everything_at_once, **everything)
+    cases_of["large sizes, lengths"] = case(
+        WIDE | {"batch": (4,), "size": 512}, lengths_of([0, 400, 129, 64], [17, 0, 500, 128])
+    )
+    cases_of["large sizes, segments"] = segmented("sorted", size=512)
+    cases_of["large sizes, dropout"] = case(WIDE | {"size": 512}, dropout_rate=0.3, dropout_rng=3)
+    cases_of["large sizes, many tiles"] = case({"batch": (9,), "length": 200, "heads": 10, "key_heads": 5, "size": 512})
+    cases_of["few, large sizes, everything"] = few(size=512, local_window_size=(500, 100), logits_soft_cap=9.0)
+    cases_of["few, large sizes, 256 rows"] = case(FEW | {"length": 64, "size": 512}, is_causal=True)
+    return cases_of
 
 
 EMPTY = np.zeros((130, 200), bool)
@@ -517,4 +540,5 @@ IN_SHAPES = {
         )
         for kind, dtype in (("mask", "bool"), ("bias", "float32"), ("bias", "bfloat16"))
     },
+    **large_sizes(),
 }

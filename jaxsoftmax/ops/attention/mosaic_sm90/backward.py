@@ -42,7 +42,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.backward_pipeline import (
     HalfConsumer,
     WeightsConsumer,
 )
-from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import ADDERS, CONSUMERS, BackwardGeometry, shape_backward
+from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import ADDERS, CONSUMERS, SIZES, BackwardGeometry, shape_backward
 from jaxsoftmax.ops.attention.mosaic_sm90.common import KERNEL, ROWS, lay_out
 from jaxsoftmax.ops.attention.operands import (
     INITIAL_D_QUERY,
@@ -96,6 +96,8 @@ def plan(problem: AttentionProblem, target: Target) -> BackwardPlan | Refusal:
     keys = types["key"].shape[-3]
     if problem.dtype == jnp.float32:
         return Refusal("derivatives of float32 have no kernel", lacks_kernel=True)
+    if (size := max(types[name].shape[-1] for name in ("query", "value"))) > SIZES[-1]:
+        return Refusal(f"derivatives of head sizes above {SIZES[-1]} have no kernel, got {size}", lacks_kernel=True)
     if {"bias", "mask"} & set(types) and keys > _MAX_MASKED:
         return Refusal(f"there must be at most {_MAX_MASKED} keys with a bias or a mask, got {keys}")
     if "bias" in wanted and is_deterministic:

@@ -45,6 +45,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     ROWS,
     GlobalOperand,
     dropout_keeps,
+    hidden_zero,
     in_one_segment,
     tanh,
 )
@@ -85,6 +86,11 @@ class BackwardStep:
     stage: Any  # of the queries
     stage_do: Any  # of the output cotangents
 
+    @property
+    def before(self):
+        """Number of the step before, and 0 in the very first one."""
+        return jnp.maximum(self.index - 1, 0)
+
 
 @dataclass(frozen=True)
 class BackwardRole:
@@ -108,8 +114,8 @@ class BackwardRole:
             low, high, whole_from, whole_to = (operands["spans"][b, block, i] for i in range(4))
         else:
             low, high, whole_from, whole_to = geometry.span(block, KERNEL)
-            low += _hidden_zero(number, 0)  # ptxas makes slower loops of constant bounds
-            high = jnp.maximum(low, high + _hidden_zero(number, 1))
+            low += hidden_zero(number, 0)  # ptxas makes slower loops of constant bounds
+            high = jnp.maximum(low, high + hidden_zero(number, 1))
             whole_from = jnp.clip(whole_from, low, high)
             whole_to = jnp.clip(whole_to, whole_from, high)
         offset = operands["query_offset"][b] if "query_offset" in operands else 0
@@ -347,7 +353,7 @@ class BackwardConsumer(BackwardRole):
         """Starts the consumer's part of dQ = dS K of a step, from the derivatives that consumers have shared."""
         (slab, part), ds_stage = self.part_of_dq(self.index), self.ds_stage(step)
         for half in range(self.geometry.block_kv // ROWS):
-            plgpu.wgmma(dq_acc, ds_stage.at[half, slab].T, self.memory["k"].at[half + _hidden_zero(step, 2), part])
+            plgpu.wgmma(dq_acc, ds_stage.at[half, slab].T, self.memory["k"].at[half + hidden_zero(step, 2), part])
 
     def share(self, half, ds, step) -> None:
         """Stores the derivatives of scores for both consumers. `arrive` tells the other one.
@@ -471,7 +477,7 @@ class HalfConsumer(BackwardConsumer):
 
         def multiply(dq_acc):
             plgpu.wgmma(dk_acc, ds, memory["q"].at[current.stage])
-            self.multiply_derivatives(dq_acc, current.index - 1)
+            self.multiply_derivatives(dq_acc, current.before)
             plgpu.wgmma_wait(CONSUMERS + 1)
             plgpu.barrier_arrive(memory["do_empty"].at[current.stage_do])
             plgpu.wgmma_wait(CONSUMERS)
@@ -492,10 +498,10 @@ class HalfConsumer(BackwardConsumer):
             delta = self._delta(current)
             s_acc[...] = along_rows(lse, scores.shape)
             dp_acc[...] = along_rows(delta, scores.shape)
-        self.multiply_keys(s_acc, self.index + _hidden_zero(current.index, 0), current)
+        self.multiply_keys(s_acc, self.index + hidden_zero(current.index, 0), current)
         if not geometry.is_seeded:
             plgpu.barrier_wait(memory["do_full"].at[current.stage_do])
-        plgpu.wgmma(dp_acc, memory["v"].at[self.index + _hidden_zero(current.index, 1)], do.T)
+        plgpu.wgmma(dp_acc, memory["v"].at[self.index + hidden_zero(current.index, 1)], do.T)
         loaded = scores.load(current)
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
         p, slope = scores.weights(s, lse, loaded, current)
@@ -533,7 +539,7 @@ class WeightsConsumer(BackwardConsumer):
 
         def multiply(dq_acc):
             plgpu.wgmma(dv_acc, kept, memory["do"].at[current.stage_do])
-            self.multiply_derivatives(dq_acc, current.index - 1)
+            self.multiply_derivatives(dq_acc, current.before)
             plgpu.wgmma_wait(1)
             plgpu.barrier_arrive(memory["do_empty"].at[current.stage_do])
             return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
@@ -546,7 +552,7 @@ class WeightsConsumer(BackwardConsumer):
         """Returns the weights times the derivative of the soft cap, and the weights that dropout keeps."""
         geometry, memory = self.geometry, self.memory
         plgpu.barrier_wait(memory["q_full"].at[current.stage])
-        self.multiply_keys(s_acc, _hidden_zero(current.index, 0), current)
+        self.multiply_keys(s_acc, hidden_zero(current.index, 0), current)
         lse = plgpu.load(self.line("q_lse", current.stage))
         loaded = scores.load(current)
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
@@ -586,7 +592,7 @@ class DerivativesConsumer(BackwardConsumer):
         self.share(0, ds, current.index)
 
         def multiply(dq_acc):
-            self.multiply_derivatives(dq_acc, current.index - 1)
+            self.multiply_derivatives(dq_acc, current.before)
             plgpu.barrier_wait(memory["q_full"].at[current.stage])
             plgpu.wgmma(dk_acc, ds, memory["q"].at[current.stage])
             return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
@@ -603,20 +609,12 @@ class DerivativesConsumer(BackwardConsumer):
         """Returns the derivatives of the weights less delta: dP' = V dO'."""
         memory = self.memory
         plgpu.barrier_wait(memory["do_full"].at[current.stage_do])
-        plgpu.wgmma(dp_acc, memory["v"].at[_hidden_zero(current.index, 1)], memory["do"].at[current.stage_do].T)
+        plgpu.wgmma(dp_acc, memory["v"].at[hidden_zero(current.index, 1)], memory["do"].at[current.stage_do].T)
         plgpu.barrier_wait(memory["delta_full"].at[current.stage_do])
         delta = plgpu.load(self.line("do_delta", current.stage_do))
         kept = scores.kept(current)
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         return scores.less_delta(dp, delta, kept)
-
-
-def _hidden_zero(step, use: int):
-    """Returns 0 in a form that the compiler cannot fold, a different one for each use.
-
-    It then recomputes addresses instead of keeping them in registers.
-    """
-    return lax.shift_right_arithmetic(step, jnp.int32(31 - use))
 
 
 def where_kept(kept, array):

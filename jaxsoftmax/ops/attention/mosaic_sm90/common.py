@@ -122,6 +122,14 @@ def batch_index(batch: tuple[int, ...], shape: tuple[int, ...]) -> Callable[[Any
     return index
 
 
+def hidden_zero(step, use: int):
+    """Returns 0 in a form that the compiler cannot fold, a different one for each use.
+
+    It then recomputes addresses instead of keeping them in registers.
+    """
+    return lax.shift_right_arithmetic(step, jnp.int32(31 - use))
+
+
 def in_one_segment(s, row_ids, col_ids, hidden=-jnp.inf):
     """Returns scores or weights, with `hidden` for queries and keys of different segments."""
     same = lax.broadcast_in_dim(row_ids, s.shape, (0,)) == lax.broadcast_in_dim(col_ids, s.shape, (1,))

@@ -32,12 +32,14 @@ from jaxsoftmax.ops.attention.mosaic_sm90 import forward
 from jaxsoftmax.ops.attention.mosaic_sm90.common import LOG2E, ROWS
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import (
     FACTS,
+    WIDEST,
     FoldedRows,
     ForwardConfig,
     ForwardGeometry,
     Pages,
     forward_config,
-    padded,
+    halves,
+    sizes_on_chip,
     with_tables,
 )
 from jaxsoftmax.ops.attention.operands import batch_of
@@ -89,7 +91,9 @@ def serves(query: tuple[int, ...]) -> bool:
 def serves_as_stored(query, key, value) -> bool:
     """Tells whether keys and values are read as they are, of 8 bits too. TMA copies rows of a multiple of 16 bytes."""
     is_wide = key.dtype == value.dtype == query.dtype
-    return serves(query.shape) and (is_wide or (query.dtype != jnp.float32 and key.shape[-1] % 16 == value.shape[-1] % 16 == 0))
+    is_aligned = all(a.shape[-1] * a.dtype.itemsize % 16 == 0 for a in (key, value))
+    has_room = query.dtype != jnp.float32 and max(key.shape[-1], value.shape[-1]) <= WIDEST  # for bytes
+    return serves(query.shape) and is_aligned and (is_wide or has_room)
 
 
 def serves_pages(types: Mapping[str, Any]) -> bool:
@@ -105,17 +109,19 @@ def decode_config(head_size: int, value_size: int, dtype, rows: int, window, is_
     or six of 64.
     """
     if is_bytes:
-        sizes = padded(head_size), padded(value_size)
+        sizes = sizes_on_chip(head_size, value_size)
         block, copied = (128, 4 if max(sizes) <= 64 else 2) if max(sizes) <= 128 else (64, 2 if sum(sizes) <= 384 else 1)
         own_output = sizes[0] != sizes[1]  # else it is where the queries were
         return ForwardConfig(1, block, 2, own_output, (88, 240), ping_pong=False, byte_stages=copied)
     if rows > ROWS:
         config = forward_config(head_size, value_size, window, dtype)
         return replace(config, consumers=min(config.consumers, -(-rows // ROWS)))
-    largest = max(padded(head_size), padded(value_size))
+    largest = max(sizes_on_chip(head_size, value_size))
     if jnp.dtype(dtype) == jnp.float32:
         stages = 4 if largest <= 64 else 2
         return ForwardConfig(1, 64, stages, registers=(96, 240), ping_pong=False, has_terms=True, producers=2)
+    if head_size > WIDEST:  # the output is where the queries were
+        return ForwardConfig(1, 64, 1, own_output=False, ping_pong=False)
     if largest <= 128:
         return ForwardConfig(1, 128, 3 if largest <= 64 else 2, ping_pong=False)
     return ForwardConfig(1, 64, 3 if largest <= 192 else 2, ping_pong=False)
@@ -140,7 +146,7 @@ def shape_decoding(types: Mapping[str, Any], target: Target, **options: Any) -> 
     is_strided = length > 1 and ROWS % group == 0 and query.dtype != jnp.float32  # one query needs no strides
     has_reach = "mask" in types and (key_heads == 1 or types["mask"].shape[-3] == 1)  # the heads that share keys are folded
     names = with_tables(types, has_reach)
-    n_tiles = math.prod(batch) * key_heads * -(-n_rows // (ROWS * config.consumers))
+    n_tiles = math.prod(batch) * key_heads * halves(value_size) * -(-n_rows // (ROWS * config.consumers))
     splits = splits_for(n_tiles, -(-keys // config.block_kv), target.multiprocessors, bool(set(FACTS) & names))
     shapes: dict[str, Any] = {"batch": batch, "query": (n_rows, key_heads, size), "key": (keys, key_heads, size)}
     shapes |= {"value_size": value_size, "dtype": query.dtype, "names": names, "multiprocessors": target.multiprocessors}

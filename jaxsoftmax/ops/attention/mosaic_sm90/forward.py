@@ -26,6 +26,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from jaxsoftmax._gpu import schedule
 from jaxsoftmax._gpu.kernel import kernel_of
@@ -62,11 +63,13 @@ class ForwardPlan:
         Rows start from `INITIAL_RESULTS` if these are among the operands.
         """
         present: Any = {name: operand for name, operand in operands.items() if operand is not None}
+        value_size = present["value_pages" if "value_pages" in present else "value"].shape[-1]
         for function in self.prepare:
             present = function(present)
         # A ring's `jax.jit` sorts operands by name: in this order the text of the kernel is the same in and outside of a ring.
         order = present if "page_table" in present else [operand.name for operand in OPERANDS] + list(INITIAL_RESULTS)
-        return self.attend({name: present[name] for name in order if name in present})[: self.n_results]
+        out, *others = self.attend({name: present[name] for name in order if name in present})[: self.n_results]
+        return [out if out.shape[-1] == value_size else out[..., :value_size], *others]
 
     def attend(self, operands: Mapping[str, jax.Array]) -> list[jax.Array]:
         """Computes `[output, log-sum-exp]`."""
@@ -77,7 +80,30 @@ class ForwardPlan:
         return [out.reshape(*batch, length, heads, geometry.value_size), lse.reshape(*batch, heads, length)]
 
 
-_PREPARED = {without_pages: "pages gathered before", dequantised: "8 bits converted before"}
+def head_multiple(dtype: DTypeLike) -> int:
+    """Returns the number that divides the head sizes which the kernel takes: 8, as TMA copies rows of 16 bytes.
+
+    In float32 it is 2, as operands go through registers, in pairs.
+    """
+    return 2 if jnp.dtype(dtype) == jnp.float32 else 8
+
+
+def pad_heads(operands: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Pads queries, keys and values, and the output for other keys, with zeros to head sizes that the kernel takes."""
+    multiple = head_multiple(operands["query"].dtype)
+
+    def padded(array):
+        return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, -array.shape[-1] % multiple)])
+
+    names = {"query", "key", "value", "initial_out"}
+    return {name: padded(array) if name in names else array for name, array in operands.items()}
+
+
+_PREPARED = {
+    without_pages: "pages gathered before",
+    dequantised: "8 bits converted before",
+    pad_heads: "head sizes padded before",
+}
 
 
 def launch(geometry: ForwardGeometry, operands, is_partial=False, waves=1, is_ordered=True) -> list[jax.Array]:

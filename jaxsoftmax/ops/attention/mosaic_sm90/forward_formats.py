@@ -55,18 +55,16 @@ class PagedCopies(TmaCopies):
             super().copy(name, slot, tile, first, rows, head)
             return
         pages: Any = self.geometry.pages
-        operand, letter, memory = self.operands[f"{name}_pages"], self.letter(name), self.slots.memory
-        plgpu.barrier_wait(memory[f"{letter}_empty"].at[slot])
-        full, rows = memory[f"{letter}_full"].at[slot], min(pages.size, rows)
+        operand, rows = self.operands[f"{name}_pages"], min(pages.size, rows)
         start = lax.rem(first, jnp.int32(pages.size)) if rows < pages.size else 0
         entries = [operand.index(tile.b) * pages.count + number for number in looked_up]
 
-        def copy_slab(columns, slab):
+        def copy_slab(columns, slab, full):
             for i, entry in enumerate(entries):
                 source = operand.ref.at[entry].at[pl.ds(start, rows), head, columns]
                 plgpu.copy_gmem_to_smem(source, slab.at[pl.ds(i * rows, rows)], full)
 
-        self.slots.copy_slabs(letter, slot, copy_slab)
+        self.fill(name, slot, tile, copy_slab)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     SWIZZLED,
     GlobalOperand,
     dropout_keeps,
+    hidden_zero,
     in_one_segment,
     tanh,
 )
@@ -61,36 +62,66 @@ class ForwardSlots:
     geometry: ForwardGeometry
     memory: dict[str, Any]
 
-    def stage(self, step):
-        """Returns the stage of keys and values of a step."""
+    def stage(self, step, use=0):
+        """Returns the stage of keys and values of a step. With one stage `use` is that of `hidden_zero`."""
+        if self.geometry.config.stages == 1:  # constant addresses would stay in registers: 1360 bytes spill at head size 512
+            return hidden_zero(step, use)
         return lax.rem(step, jnp.int32(self.geometry.config.stages))
+
+    def key_part(self, stage, part):
+        """Returns the index of the barriers of a part of the columns of keys; the last part is -1."""
+        parts = self.geometry.key_parts
+        return stage if parts == 1 else stage * parts + part % parts
 
     def slabs(self, letter, slot) -> list[Any]:
         """Lists the slabs of columns of a slot, as the tensor cores take them."""
-        if not self.geometry.is_ragged:
-            return [self.memory[letter].at[slot]]
-        _, tiled = self.memory[letter]
-        return [tiled.at[slot, slab] for slab in range(tiled.shape[1])]
+        memory, count = self.memory[letter], self.n_slabs(letter)
+        if self.geometry.is_ragged:
+            _, memory = memory
+        elif count == 1:
+            return [memory.at[slot]]
+        return [memory.at[slot, slab] for slab in range(count)]
 
-    def copy_slabs(self, letter, slot, copy) -> None:
-        """Does `copy(columns, slab)` for each slab of a slot, as TMA takes it."""
-        if not self.geometry.is_ragged:
-            copy(slice(None), self.memory[letter].at[slot])
+    def n_slabs(self, letter) -> int:
+        """Returns the number of slabs of columns of a slot."""
+        return self.geometry.slabs[0 if letter[0] in "qk" else 1]
+
+    def copy_slabs(self, letter, slot, slabs: range, copy, column=0) -> None:
+        """Does `copy(columns, slab)` for some of the slabs of a slot, as TMA takes them. Slab 0 starts at `column`."""
+        if self.geometry.is_ragged:
+            untiled, _ = self.memory[letter]
+
+            @pl.loop(slabs.start, slabs.stop)  # not written out: a slab behind the last column must not be known while tracing
+            def _(slab):
+                copy(pl.ds(column + slab * SWIZZLED, SWIZZLED), untiled.at[slot, slab])
+
             return
-        untiled, _ = self.memory[letter]
-
-        @pl.loop(0, untiled.shape[1])  # not written out: a slab behind the last column must not be known while tracing
-        def _(slab):
-            copy(pl.ds(slab * SWIZZLED, SWIZZLED), untiled.at[slot, slab])
+        for slab, memory in enumerate(self.slabs(letter, slot)):
+            if slab in slabs:
+                copy(pl.ds(column + slab * memory.shape[1], memory.shape[1]), memory)
 
     def multiply_keys(self, s_acc, consumer, step) -> None:
-        """Starts S += Q K'."""
-        for q, k in self.pairs(self.slabs("q", consumer), self.slabs("k", self.stage(step))):
-            plgpu.wgmma(s_acc, q, k.T)
+        """Starts S += Q K'. The keys of the step are there, or the first part of their columns.
+
+        A part is left when its product is done, except the last one: its slot is empty when S is.
+        """
+        memory, stage, parts = self.memory, self.stage(step), self.geometry.key_parts
+        if parts > 1 or self.geometry.value_parts > 1:
+            consumer = consumer + hidden_zero(step, 2)
+        pairs = list(self.pairs(self.slabs("q", consumer), self.slabs("k", stage)))
+        count = len(pairs) // parts
+        for part in range(parts):
+            if part:
+                plgpu.barrier_wait(memory["k_full"].at[self.key_part(stage, part)])
+            for q, k in pairs[part * count : (part + 1) * count]:
+                plgpu.wgmma(s_acc, q, k.T)
+            if part:
+                plgpu.wgmma_wait(count)
+                plgpu.barrier_arrive(memory["k_empty"].at[self.key_part(stage, part - 1)])
 
     def multiply_values(self, o_acc, weights, step) -> None:
         """Starts O += P V once the values are there. `weights` are `rounded`."""
-        stage, width = self.stage(step), self.geometry.value_width
+        stage, width = self.stage(step, 1), self.geometry.value_width
         plgpu.barrier_wait(self.memory["v_full"].at[stage])
         values = self.slabs("v", stage)
         if width < values[0].shape[1]:
@@ -129,17 +160,27 @@ class TmaCopies:
     def copy(self, name, slot, tile, first, rows, head, looked_up=()) -> None:
         """Copies rows of an operand, from `first` on, to a slot. For keys and values `looked_up` is what `look_up` loaded."""
         del looked_up
-        operand, letter, memory = self.operands[name], self.letter(name), self.slots.memory
-        plgpu.barrier_wait(memory[f"{letter}_empty"].at[slot])
-        full = memory[f"{letter}_full"].at[slot]
+        operand = self.operands[name]
 
-        def copy_slab(columns, slab):
+        def copy_slab(columns, slab, full):
             at = pl.ds(first, rows), head
             if name == "query":
                 at = self.geometry.rows.at(*at)
             plgpu.copy_gmem_to_smem(operand.ref.at[operand.index(tile.b)].at[*at, columns], slab, full)
 
-        self.slots.copy_slabs(letter, slot, copy_slab)
+        self.fill(name, slot, tile, copy_slab)
+
+    def fill(self, name, slot, tile, copy) -> None:
+        """Does `copy(columns, slab, full)` for each slab of a slot once it is empty; `full` is the barrier to arrive at."""
+        letter, memory, slots = self.letter(name), self.slots.memory, self.slots
+        parts = self.geometry.key_parts if name == "key" else 1
+        count = slots.n_slabs(letter) // parts
+        for part in range(parts):
+            at = slots.key_part(slot, part) if name == "key" else slot
+            plgpu.barrier_wait(memory[f"{letter}_empty"].at[at])
+            copy_part = functools.partial(copy, full=memory[f"{letter}_full"].at[at])
+            slabs = range(part * count, (part + 1) * count)
+            slots.copy_slabs(letter, slot, slabs, copy_part, tile.column if name == "value" else 0)
 
     def letter(self, name) -> str:
         """Returns the name of the slots that an operand is copied to."""
@@ -336,7 +377,8 @@ class ForwardConsumer:
                     plgpu.barrier_arrive(memory[f"{letter}_bytes_empty"].at[stage])
 
         for stage in range(config.stages):
-            plgpu.barrier_arrive(memory["k_empty"].at[stage])
+            for part in range(self.geometry.key_parts):
+                plgpu.barrier_arrive(memory["k_empty"].at[self.slots.key_part(stage, part)])
             plgpu.barrier_arrive(memory["v_empty"].at[stage])
         plgpu.barrier_arrive(memory["q_empty"].at[self.index])
         if config.ping_pong:
@@ -367,13 +409,21 @@ class ForwardConsumer:
         self.wait_for_keys(step)
         self.take_tensor_cores()
         self.pass_tensor_cores()
-        plgpu.barrier_arrive(memory["k_empty"].at[stage])
+        for part in range(self.geometry.key_parts):
+            at = self.slots.key_part(stage, part)
+            if part:
+                plgpu.barrier_wait(memory["k_full"].at[at])
+            plgpu.barrier_arrive(memory["k_empty"].at[at])
         plgpu.barrier_wait(memory["v_full"].at[stage])
         plgpu.barrier_arrive(memory["v_empty"].at[stage])
 
     def wait_for_keys(self, step) -> None:
-        """Waits until the keys of a step are there."""
-        plgpu.barrier_wait(self.slots.memory["k_full"].at[self.slots.stage(step)])
+        """Waits until the keys of a step are there, or the first part of their columns."""
+        plgpu.barrier_wait(self.slots.memory["k_full"].at[self.slots.key_part(self.slots.stage(step), 0)])
+
+    def leave_keys(self, step) -> None:
+        """Says that the keys of a step, or the last part of their columns, are multiplied."""
+        plgpu.barrier_arrive(self.slots.memory["k_empty"].at[self.slots.key_part(self.slots.stage(step), -1)])
 
     def take_tensor_cores(self) -> None:
         """Waits until the consumer before hands the tensor cores over."""
@@ -392,9 +442,11 @@ class ForwardConsumer:
         return ((tile.b * heads + tile.head) * splits + tile.split) * length + first
 
     def store_rows(self, tile, first, **numbers) -> None:
-        """Stores a number of each of the rows from `first` on, to results by name."""
+        """Stores a number of each of the rows from `first` on, to results by name: the tile with the first columns does."""
+        limit = self.geometry.query[0] - first
+        if self.geometry.value_parts > 1:
+            limit = jnp.where(tile.column == 0, limit, 0)
         for name, values in numbers.items():
-            limit = self.geometry.query[0] - first
             wgmma.store_product_rows(self.results[name], self.row(tile, first), limit, values)
 
     def _store_nothing(self, tile, first):
@@ -431,7 +483,7 @@ class ForwardPipeline:
         start, o = self._start()
         plgpu.barrier_wait(memory["q_full"].at[consumer.index])
         s, masks = pl.run_scoped(self._multiply_first, plgpu.ACC(scores.shape, jnp.float32))
-        plgpu.barrier_arrive(memory["k_empty"].at[slots.stage(steps)])
+        consumer.leave_keys(steps)
         mask, following = (scores.packed(mask) for mask in masks)
 
         # Its weights.
@@ -486,9 +538,8 @@ class ForwardPipeline:
             return plgpu.wgmma_accumulator_load(s_acc, wait_n=consumer.geometry.n_products), following
 
         s, following = pl.run_scoped(multiply, plgpu.ACC(scores.shape, jnp.float32))
-        k_empty = memory["k_empty"].at[slots.stage(self.steps + i)]
         if scores.correction is not Correction.FROM_PRODUCT:
-            plgpu.barrier_arrive(k_empty)
+            consumer.leave_keys(self.steps + i)
         s = scores.masked(s, mask, block, banded=banded)
         correct = functools.partial(self._corrected, State(m, d), block)
         # Guessed weights come with their sums in the place of the factor.
@@ -505,7 +556,7 @@ class ForwardPipeline:
             scores.correction is Correction.FROM_PRODUCT
         ):  # not before the wait: ptxas would let all products wait for each other
             state, factor, p = correct(functools.partial(self._multiply_again, i, mask, banded), state, factor, p)
-            plgpu.barrier_arrive(k_empty)
+            consumer.leave_keys(self.steps + i)
         o_acc[...] = wgmma.scale_rows(o, factor)
         return state.m, state.d, slots.rounded(p), scores.packed(following)
 
@@ -548,8 +599,9 @@ class ForwardPipeline:
         state, o = online.identity(()), None
         if consumer.initial is not None:
             (length, _, _), size, (out, lse) = geometry.query, geometry.value_size, consumer.initial
-            place, left = (tile.b * length + self.first, tile.head * size), length - self.first
-            o = wgmma.load_product(out, *place, (left, size), (ROWS, geometry.sizes[1]), varies=(True, True))
+            place, left = (tile.b * length + self.first, tile.head * size + tile.column), length - self.first
+            limits, shape = (left, size - tile.column), (ROWS, geometry.sizes[1])
+            o = wgmma.load_product(out, *place, limits, shape, varies=(True, True))
             lse = wgmma.load_product_rows(lse, consumer.row(tile, self.first), left, scores.shape)
             state = online.lift_log2(lse, headroom=scores.headroom, unit=scores.unit)
             # `initial` is normalised, and `_store` divides by (1 - rate) d, where d starts as 2^headroom.
@@ -567,7 +619,7 @@ class ForwardPipeline:
         if self.scores.value_scale is not None:
             state = state._replace(o=state.o * self.scores.value_scale)
         if geometry.splits > 1:
-            wgmma.store_product(out, row, 0, (length - first, size), state.o)
+            wgmma.store_product(out, row, tile.column, (length - first, size - tile.column), state.o)
             consumer.store_rows(tile, first, m=state.m, d=state.d)
             self._leave_queries()
             return
@@ -575,7 +627,8 @@ class ForwardPipeline:
         o = state.o * lax.broadcast_in_dim(reciprocal, state.o.shape, (0,))
         if out.dtype == jnp.float32:
             entry, head, _ = geometry.rows.in_matrix(tile.b, tile.head, heads)
-            wgmma.store_product(out, entry * length + first, head * size, (length - first, size), o)
+            place, limits = (entry * length + first, head * size + tile.column), (length - first, size - tile.column)
+            wgmma.store_product(out, *place, limits, o)
         else:
             self._copy_out(o)
         consumer.store_rows(tile, first, lse=online.lse_log2(state, unit=self.scores.unit))
@@ -587,10 +640,15 @@ class ForwardPipeline:
         letter, out = "o" if geometry.config.own_output else "q", consumer.results["out"]
         b, at = self.tile.b, geometry.rows.at(pl.ds(self.first, ROWS), self.tile.head)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for i, slab in enumerate(slots.slabs(letter, consumer.index)):
+        slabs = range(geometry.slabs[1])
+        for i, slab in zip(slabs, slots.slabs(letter, consumer.index), strict=False):  # queries may have more
             slab[...] = o[:, i * slab.shape[1] : (i + 1) * slab.shape[1]].astype(geometry.dtype)
         plgpu.commit_smem()
-        slots.copy_slabs(letter, consumer.index, lambda cols, slab: plgpu.copy_smem_to_gmem(slab, out.at[b, *at, cols]))
+
+        def copy_slab(columns, slab):
+            plgpu.copy_smem_to_gmem(slab, out.at[b, *at, columns])
+
+        slots.copy_slabs(letter, consumer.index, slabs, copy_slab, self.tile.column)
 
     def _leave_queries(self):
         """Says that the queries' shared memory is empty, if the output had it."""

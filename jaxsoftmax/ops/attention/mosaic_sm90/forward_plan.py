@@ -31,6 +31,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
 # Number of int32 that each operand tells of a tile. With any of them only operands decide how long a tile takes, so blocks take
 # tickets. `query_offset` is an operand, as a cache grows from step to step.
 FACTS = {"query_lengths": 1, "key_lengths": 1, "query_offset": 1, "ranges": 4, "mask_reach": 2}
+WIDEST = 256  # columns of the output that a consumer has in registers, 128 of a thread
 
 
 class Correction(enum.Enum):
@@ -155,12 +156,15 @@ def forward_config(
 
     With `guesses`, consumers guess that maxima do not follow.
     """
-    sizes = padded(head_size), padded(value_size)
+    sizes = sizes_on_chip(head_size, value_size)
     if jnp.dtype(dtype) == jnp.float32:
         if max(sizes) <= 64:
             return ForwardConfig(3, 64, 3, registers=(72, 144), ping_pong=False, has_terms=True)
         # One warpgroup that splits operands is too slow for the tensor cores.
         return ForwardConfig(2, 64, 2, registers=(96, 160), ping_pong=False, has_terms=True, producers=2)
+    if max(head_size, value_size) > WIDEST:
+        # Queries of 512, keys and a half of the values take 224 KiB. The output goes where the queries were if it fits there.
+        return ForwardConfig(2, 64, 1 if head_size > WIDEST else 2, own_output=sizes[0] < sizes[1], ping_pong=False)
     # Ping-pong costs more than it gives above head size 128, and at 64 without a window and guesses.
     if max(sizes) > 128 and sizes[0] != sizes[1]:
         return ForwardConfig(2, 64, 2, ping_pong=False)
@@ -187,8 +191,19 @@ def pays_to_guess(types: Mapping[str, Any], window: Any) -> bool:
 
 
 def padded(size: int) -> int:
-    """Returns the columns that a head size takes in shared memory."""
-    return pl.cdiv(size, SWIZZLED) * SWIZZLED
+    """Returns the columns that a head size takes in shared memory: above 256 in two halves."""
+    unit = SWIZZLED * halves(size)
+    return pl.cdiv(size, unit) * unit
+
+
+def halves(size: int) -> int:
+    """Returns 2 if a head size is so large that its columns come in halves, else 1."""
+    return 2 if size > WIDEST else 1
+
+
+def sizes_on_chip(head_size: int, value_size: int) -> tuple[int, int]:
+    """Returns the columns of keys, and those of the values of a tile, in shared memory."""
+    return padded(head_size), padded(value_size) // halves(value_size)
 
 
 @dataclass(frozen=True)
@@ -196,6 +211,10 @@ class ForwardGeometry(AttentionGeometry):
     """The geometry of the forward kernel for one problem.
 
     A tile is a block of rows of one head, and of one split of the keys.
+
+    Registers hold 64 rows of the output with 256 columns. A tile has half of the columns of larger values, and the scores are
+    computed for each half: 1.5 times the products. Two consumers with half of the columns each, for the same 64 rows, would
+    compute them twice too, and read more from the L2 cache, which is the limit: a byte for 64 operations, here for 85.
     """
 
     config: ForwardConfig
@@ -213,7 +232,10 @@ class ForwardGeometry(AttentionGeometry):
     block_q: int = field(init=False)  # rows of a tile
     blocks_q: int = field(init=False)
     blocks_kv: int = field(init=False)
-    sizes: tuple[int, int] = field(init=False)  # head sizes of keys and values in shared memory
+    sizes: tuple[int, int] = field(init=False)  # columns of keys, and of the values of a tile, in shared memory
+    value_parts: int = field(init=False)  # tiles that share the columns of the values
+    # Parts of the columns of keys, with barriers of their own: the first part is copied while the second is multiplied.
+    key_parts: int = field(init=False)
     is_ragged: bool = field(init=False)  # lengths or head sizes are no multiples of a swizzled tile's: TMA copies slabs
     slabs: tuple[int, int] = field(init=False)  # slabs of columns of queries and keys, and of values and the output
     value_width: int = field(init=False)  # columns of values of one product
@@ -223,11 +245,13 @@ class ForwardGeometry(AttentionGeometry):
 
     def __post_init__(self):
         (n_rows, heads, size), keys, config = self.query, self.key[0], self.config
-        block_q, sizes = ROWS * config.consumers, (padded(size), padded(self.value_size))
-        blocks_q = pl.cdiv(n_rows, block_q)
-        is_whole = n_rows % 8 == keys % 8 == 0 and sizes == (size, self.value_size)
+        block_q, sizes = ROWS * config.consumers, sizes_on_chip(size, self.value_size)
+        blocks_q, key_parts, value_parts = pl.cdiv(n_rows, block_q), halves(size), halves(self.value_size)
+        is_whole = n_rows % 8 == keys % 8 == 0 and sizes == (size, self.value_size // value_parts)
+        # The output in the place of queries takes whole slabs of theirs.
+        is_whole &= key_parts == 1 or config.own_output or sizes[0] == key_parts * sizes[1]
         is_ragged = not config.has_terms and (self.rows.box is not None or not is_whole)  # float32 does not go through TMA
-        slabs = (sizes[0] // SWIZZLED, sizes[1] // SWIZZLED) if is_ragged else (1, 1)
+        slabs = (sizes[0] // SWIZZLED, sizes[1] // SWIZZLED) if is_ragged else (key_parts, 1)
         value_width = sizes[1] // slabs[1]
         if config.byte_stages and value_width == 256:  # four warpgroups start with 128 registers, and its product takes 158
             value_width = 128
@@ -239,6 +263,8 @@ class ForwardGeometry(AttentionGeometry):
             blocks_q=blocks_q,
             blocks_kv=pl.cdiv(keys, config.block_kv),
             sizes=sizes,
+            value_parts=value_parts,
+            key_parts=key_parts,
             is_ragged=is_ragged,
             slabs=slabs,
             value_width=value_width,
@@ -247,7 +273,7 @@ class ForwardGeometry(AttentionGeometry):
             unit=LOG2E if "bias" in self.names else 1.0,
             n_facts=n_facts,
             by_ticket=n_facts > 0,
-            n_tiles=math.prod(self.batch) * heads * blocks_q * self.splits,
+            n_tiles=math.prod(self.batch) * heads * value_parts * blocks_q * self.splits,
         )
 
     @property
@@ -265,10 +291,11 @@ class ForwardGeometry(AttentionGeometry):
         config, heads = self.config, self.rows.heads_per_query
         parts = [
             f"tiles of {self.block_q} {'queries' if heads == 1 else f'rows of {heads} heads'} by {config.block_kv} keys",
-            f"{config.stages} stages",
+            f"{config.stages} {'stages' if config.stages > 1 else 'stage'}",
             f"{config.consumers} consumer {'warpgroups' if config.consumers > 1 else 'warpgroup'}",
             f"{self.splits} {'splits' if self.splits > 1 else 'split'}",
         ]
+        parts += ["each half of the values in its own tiles"] if self.value_parts > 1 else []
         parts += [f"pages of {self.pages.size} keys"] if self.pages is not None else []
         parts += [f"{self.bytes_dtype} converted in shared memory"] if self.bytes_dtype is not None else []
         return ", ".join(parts)
@@ -321,8 +348,8 @@ class ForwardGeometry(AttentionGeometry):
         """Describes what is in shared memory. A barrier is full when a copy has landed, and empty when all have read it."""
         config = self.config
         (head_size, head_slabs), (value_size, value_slabs) = zip(self.sizes, self.slabs, strict=True)
-        everyone = {"num_arrivals": config.consumers, "num_barriers": config.stages}
         copies = [slabs * (1 if self.pages is None else self.pages.count_in_block(config.block_kv)) for slabs in self.slabs]
+        key_slots = self.key_parts * config.stages
         memory: dict[str, Any] = {}
         if self.by_ticket:
             memory |= schedule.ticket_memory(1 + self.n_facts, self.n_warpgroups - 1)
@@ -340,10 +367,10 @@ class ForwardGeometry(AttentionGeometry):
             "v": self._slots(config.stages, config.block_kv, value_size, value_slabs),
             "q_full": plgpu.Barrier(num_arrivals=head_slabs, num_barriers=config.consumers),
             "q_empty": plgpu.Barrier(num_barriers=config.consumers),
-            "k_full": plgpu.Barrier(num_arrivals=copies[0], num_barriers=config.stages),
+            "k_full": plgpu.Barrier(num_arrivals=copies[0] // self.key_parts, num_barriers=key_slots),
             "v_full": plgpu.Barrier(num_arrivals=copies[1], num_barriers=config.stages),
-            "k_empty": plgpu.Barrier(**everyone),
-            "v_empty": plgpu.Barrier(**everyone),
+            "k_empty": plgpu.Barrier(num_arrivals=config.consumers, num_barriers=key_slots),
+            "v_empty": plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.stages),
         }
 
     def _slots(self, n_stages, rows, size, slabs, dtype=None, box=None):
@@ -353,7 +380,8 @@ class ForwardGeometry(AttentionGeometry):
             return plgpu.SMEM((n_stages, 2, rows, size), jnp.bfloat16, transforms=(tiling, plgpu.SwizzleTransform(128)))
         swizzle = plgpu.SwizzleTransform(SWIZZLED * jnp.dtype(dtype).itemsize)
         if not self.is_ragged:
-            return plgpu.SMEM((n_stages, rows, size), dtype, transforms=(tiling, swizzle))
+            shape = (n_stages, rows, size) if slabs == 1 else (n_stages, slabs, rows, size // slabs)
+            return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
         # A slab of 64 columns has the same bytes with tiles and without, so it has two names: TMA copies it without tiles,
         # which clips it at any row and column, and the tensor cores read tiles.
         shape = (n_stages, slabs, rows, size // slabs)
@@ -401,6 +429,7 @@ class ForwardTile:
     head: Any
     block: Any  # of rows
     split: Any  # of the keys
+    column: Any  # first of the columns of values
     lengths: list[Any]  # numbers of queries and keys of the batch entry
     offset: Any  # position of query 0
     # By segments, the first key block that some query may see, the one behind the last, and the same for the key blocks that
@@ -420,7 +449,7 @@ class ForwardTiles:
 
     def look_up(self, number) -> list[Any]:
         """Loads what operands say of a tile: those of its `FACTS` that there are."""
-        b, _, block, _ = self._coordinates(number)
+        b, _, _, block, _ = self._coordinates(number)
         facts = []
         for name, count in FACTS.items():
             if name in self.operands:
@@ -431,7 +460,7 @@ class ForwardTiles:
     def tile(self, number, *facts) -> ForwardTile:
         """Returns a tile with the facts that were looked up."""
         geometry, facts, lengths = self.geometry, list(facts), []
-        b, head, block, split = self._coordinates(number)
+        b, head, column, block, split = self._coordinates(number)
         for name, size in (("query_lengths", geometry.queries), ("key_lengths", geometry.key[0])):
             lengths.append(jnp.clip(facts.pop(0), 0, size) if name in self.operands else jnp.int32(size))
         offset = facts.pop(0) if "query_offset" in self.operands else 0
@@ -451,16 +480,19 @@ class ForwardTiles:
             is_empty &= split > 0  # the first one starts with the sinks
         low = jnp.clip(low, 0, geometry.blocks_kv - 1)
         high = jnp.clip(high, low + 1, geometry.blocks_kv)
-        return ForwardTile(b, head, block, split, lengths, offset, ranges, low, high, is_empty)
+        return ForwardTile(b, head, block, split, column, lengths, offset, ranges, low, high, is_empty)
 
     def _coordinates(self, number):
-        """Returns batch entry, head, block of rows, and split of the keys of a tile."""
-        geometry = self.geometry
+        """Returns batch entry, head, first column of values, block of rows, and split of the keys of a tile."""
+        geometry, column = self.geometry, 0
         heads, splits = jnp.int32(geometry.query[1]), jnp.int32(geometry.splits)
         blocks = jnp.int32(geometry.blocks_q * geometry.splits)
         pair, part = lax.div(number, blocks), lax.rem(number, blocks)
         block, split = (part, jnp.int32(0)) if geometry.splits == 1 else (lax.div(part, splits), lax.rem(part, splits))
-        return lax.div(pair, heads), lax.rem(pair, heads), block, split
+        if geometry.value_parts > 1:
+            parts = jnp.int32(geometry.value_parts)
+            pair, column = lax.div(pair, parts), lax.rem(pair, parts) * geometry.sizes[1]
+        return lax.div(pair, heads), lax.rem(pair, heads), column, block, split
 
     def seen(self, lengths, offset, first, rows):
         """Returns the key blocks that some of the rows from `first` on see: see `ForwardGeometry.seen`."""

@@ -18,7 +18,7 @@ def standalone_attention(query, key, value, scale, window=(None, None), soft_cap
     `mosaic_sm90.plan` says what the kernels take; that is not checked here.
 
     Args:
-      query: `[B, T, N, H]`, float16 or bfloat16.
+      query: `[B, T, N, H]`, float16 or bfloat16. Head sizes, of values too, are multiples of 8.
       key: `[B, S, K, H]`, where K divides N.
       value: `[B, S, K, Hv]`.
       scale: positive factor of the scores.
