@@ -136,8 +136,8 @@ class _Translation:
         if len(operands) != 1:  # registers of an array
             return operands
         (value,) = operands
-        if len(op.results) != 1:
-            return value
+        if len(op.results) != 1:  # registers of an array, or of a constant one
+            return (value,) * len(op.results) if isinstance(value, int) else value
         kind = str(op.results[0].type)
         if kind.startswith("memref") and isinstance(value, tuple):
             _, address, _, *sizes = value
@@ -484,6 +484,14 @@ class _Translation:
         kind = _word(op.attributes["kind"], ("idx", "bfly", "up", "down"))
         found, inside = self.program.slot(self.program.dtypes[value]), self.program.slot(bool)
         self.program.do(_shuffle(kind), (found, inside), program.MACHINE, value, which, clamp)
+        self.program.converge()
+        return found
+
+    def _nvvm_vote_sync(self, op, mask, value):
+        assert self.number(op.operands[0]) == 2**32 - 1
+        kind = _word(op.attributes["kind"], ("any", "all"))
+        found = self.program.slot(bool)
+        self.program.do(lambda machine, value: machine.vote(kind, value), found, program.MACHINE, value)
         self.program.converge()
         return found
 

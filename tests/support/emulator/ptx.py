@@ -410,16 +410,20 @@ class _Assembly:
             self.act(lambda machine, number: machine.arrive(number, count), self.read(names[0], 32))
             self.to.converge()
         elif parts[0] == "red":
-            number = self.read(names[1], 32)
-            barrier(self.to, number, None, self.predicate(names[2]))
+            number, count = self.read(names[1], 32), int(names[2]) if len(names) > 3 else None
+            barrier(self.to, number, count, self.predicate(names[-1]))
             found = self.to.slot(np.uint32)
             self.to.do(Machine.counted, found, program.MACHINE, number)
             if parts[1:] == ["popc", "u32"]:
                 self.write(names[0], found)
-            elif parts[1:] == ["and", "pred"]:
-                all_of_them = self.to.slot(bool)
-                self.to.do(lambda machine, found: found == machine.threads, all_of_them, program.MACHINE, found)
-                self.write(names[0], all_of_them)
+            elif parts[1:] in (["and", "pred"], ["or", "pred"]):
+                result, is_all = self.to.slot(bool), parts[1] == "and"
+
+                def decide(machine, found):
+                    return found == (count or machine.threads) if is_all else found > 0
+
+                self.to.do(decide, result, program.MACHINE, found)
+                self.write(names[0], result)
             else:
                 raise self.unknown()
         else:
