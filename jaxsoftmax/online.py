@@ -70,6 +70,7 @@ from jaxsoftmax._core.dtypes import accumulator
 
 __all__ = [
     "State",
+    "correct_log2",
     "finish",
     "guess_log2",
     "identity",
@@ -277,7 +278,6 @@ def push_log2(
     slack: float = 0,
     headroom: float = 0,
     unit: float = 1,
-    sums: jax.Array | None = None,
 ) -> tuple[State, jax.Array, jax.Array]:
     """Adds a block of scores to a state in powers of two, for kernels that sum the values themselves.
 
@@ -288,8 +288,7 @@ def push_log2(
     operation.
 
     Args:
-      state: `State` with `m` and `d`. `d` is `[*rows]`, or `[*rows, parts]` if it consists of the sums of every `parts`-th
-        weight, which a kernel need not add up in each step.
+      state: `State` with `m` and `d`.
       scores: floating array `[*rows, block]`, with the block along `axis`.
       scale_log2: positive factor of the scores.
       axis: axis of `scores` that holds the block; -1 by default.
@@ -299,8 +298,6 @@ def push_log2(
       headroom: amount by which `m` stays below the maximum when it follows, in units of `log(2)`; 0 by default. Weights
         are then at most `2**(slack + headroom)`, so that float16 holds small weights with more bits.
       unit: unit of `m`; 1 by default.
-      sums: sums of `guess_log2` for the block. If they are passed, `m` follows in the rows in which one of them is above
-        `2**slack`. None (the default) to compare the maximum of the block.
 
     Returns:
       A triple: the `State` that includes the block, the factor `[*rows]` that rescales earlier sums of values, and the
@@ -323,52 +320,91 @@ def push_log2(
     """
     scores = _wide(scores)
     m = jnp.max(scores, axis, initial=-jnp.inf) * scale_log2 - headroom / unit
-    if sums is not None:
-        m = jnp.where(jnp.max(sums, -1) <= 2.0**slack, state.m, m)  # NaN is not
-    else:
-        m = jnp.maximum(state.m, m) if slack == 0 else jnp.where(m > state.m + slack / unit, m, state.m)
+    m = jnp.maximum(state.m, m) if slack == 0 else jnp.where(m > state.m + slack / unit, m, state.m)
     shifted = shift(m)
     factor = jnp.exp2((state.m - shifted) * unit)
     weight = jnp.exp2((scores * scale_log2 - _along(shifted, scores, axis)) * unit)
-    if state.d.ndim == state.m.ndim:
-        return State(m, state.d * factor + jnp.sum(weight, axis)), factor, weight
-    return State(m, state.d * _along(factor, state.d, -1) + _sum_parts(weight, state.d.shape[-1])), factor, weight
+    return State(m, state.d * factor + jnp.sum(weight, axis)), factor, weight
 
 
-def guess_log2(state: State, scores: jax.Array, scale_log2: float, *, unit: float = 1) -> tuple[State, jax.Array, jax.Array]:
-    """Adds a block of scores to a state like `push_log2`, on the guess that `m` need not follow.
+def guess_log2(
+    m: jax.Array, scores: jax.Array, scale_log2: float, *, parts: int = 1, unit: float = 1
+) -> tuple[jax.Array, jax.Array]:
+    """Computes the weights of a block of scores on the guess that `m` need not follow.
 
-    No maximum is computed, so that a weight needs one score alone. Where all sums are at most `2**slack` the guess is right:
-    `push_log2` with these sums gives the same state and weights, and factors of 1. Where it is wrong, that call is needed.
+    `push_log2` needs the maximum of the block before it computes a weight. A guess computes each weight from its score alone.
+    The sums of the weights tell whether it was right, and `correct_log2` repeats the rows in which it was wrong.
 
     Args:
-      state: `State` with `m`, and `d` of shape `[*rows, parts]`: see `push_log2`.
-      scores: floating array `[*rows, block]`, the block a multiple of `parts`.
+      m: `m` of a state of `push_log2`, `[*rows]`.
+      scores: floating array `[*rows, block]`.
       scale_log2: positive factor of the scores.
-      unit: unit of `m`; 1 by default.
+      parts: number of sums of each row, a divisor of the block; 1 by default. The sum `i` is that of the weights `i`,
+        `i + parts`, `i + 2 * parts` and so on, so that threads which share a row need not add up over each other.
+      unit: `unit` of the calls that made `m`; 1 by default.
 
     Returns:
-      A triple: the `State` that includes the block, the sums of every `parts`-th weight `[*rows, parts]`, and the weights of
-      the block `[*rows, block]`. Sums are infinite or NaN if a weight is.
+      A pair: the sums `[*rows, parts]`, and the weights `[*rows, block]`. Where `m` is `-inf` a weight is 0 or infinite.
 
     Examples:
       >>> import jax.numpy as jnp
       >>> from jaxsoftmax import online
-      >>> state = online.State(jnp.array([0.0, 0.0]), jnp.ones((2, 1)))
-      >>> _, sums, weights = online.guess_log2(state, jnp.array([[1.0, 2.0], [3.0, 200.0]]), 1.0)
+      >>> m, scores = jnp.array([0.0, 0.0]), jnp.array([[1.0, 2.0], [3.0, 200.0]])
+      >>> sums, weights = online.guess_log2(m, scores, 1.0)
       >>> print(sums[:, 0], weights[0])
       [ 6. inf] [2. 4.]
     """
     scores = _wide(scores)
-    m = jnp.maximum(state.m, -jnp.finfo(state.m.dtype).max)  # finite: a row without a score gets weights of 0, or infinite ones
+    # A row that has seen no score compares with the lowest number: its first score makes an infinite weight, -inf makes 0.
+    m = jnp.maximum(m, -jnp.finfo(m.dtype).max)
+    return _sums_and_weights(scores, m, scale_log2, parts, unit)
+
+
+def correct_log2(
+    m: jax.Array, scores: jax.Array, scale_log2: float, sums: jax.Array, *, slack: float, unit: float = 1
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Computes the weights of a block again in the rows in which `guess_log2` was wrong.
+
+    A guess was wrong if a sum of the row exceeds `2**slack` or is NaN. `m` follows there: it becomes the maximum of the block.
+    The other rows keep their `m`, sums and weights. So a row does not depend on other rows, and without a wrong guess the call
+    may be left out.
+
+    Args:
+      m: `m` that was passed to `guess_log2`, `[*rows]`.
+      scores: floating array `[*rows, block]`.
+      scale_log2: positive factor of the scores.
+      sums: sums that `guess_log2` returned, `[*rows, parts]`.
+      slack: amount by which sums may exceed 1 before `m` follows, in units of `log(2)`.
+      unit: `unit` of the calls that made `m`; 1 by default.
+
+    Returns:
+      `m` after the block, the factor `[*rows]` that rescales earlier sums, the sums `[*rows, parts]`, and the weights
+      `[*rows, block]`. The factor is 1 where `m` does not follow.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxsoftmax import online
+      >>> scores = 30 * jax.random.normal(jax.random.key(0), (4, 100), jnp.float32)
+      >>> state, _, _ = online.push_log2(online.identity((4,)), scores[:, :50], 1.0)
+      >>> sums, weights = online.guess_log2(state.m, scores[:, 50:], 1.0)
+      >>> m, factor, sums, weights = online.correct_log2(state.m, scores[:, 50:], 1.0, sums, slack=24)
+      >>> d = state.d * factor + sums[:, 0]
+      >>> bool(jnp.allclose(m + jnp.log2(d), jnp.log2(jnp.sum(jnp.exp2(scores), 1)), atol=1e-5))
+      True
+    """
+    scores = _wide(scores)
+    is_right = jnp.max(sums, -1) <= 2.0**slack  # NaN is not
+    following = jnp.where(is_right, m, jnp.maximum(m, jnp.max(scores, -1) * scale_log2))
+    # Not `shift`, which makes a factor of 0 or infinity for an `m` that is infinite and stays so.
+    factor = jnp.exp2((finite(m) - finite(following)) * unit)
+    return following, factor, *_sums_and_weights(scores, finite(following), scale_log2, sums.shape[-1], unit)
+
+
+def _sums_and_weights(scores, m, scale_log2, parts, unit):
+    """Returns the sums of every `parts`-th weight of the last axis, and the weights."""
     weight = jnp.exp2((scores * scale_log2 - _along(m, scores, -1)) * unit)
-    sums = _sum_parts(weight, state.d.shape[-1])
-    return State(state.m, state.d + sums), sums, weight
-
-
-def _sum_parts(weight: jax.Array, parts: int) -> jax.Array:
-    """Sums every `parts`-th entry of the last axis."""
-    return functools.reduce(operator.add, [weight[..., i : i + parts] for i in range(0, weight.shape[-1], parts)])
+    return functools.reduce(operator.add, [weight[..., i : i + parts] for i in range(0, weight.shape[-1], parts)]), weight
 
 
 def lift_log2(score: jax.Array, *, headroom: float = 0, unit: float = 1) -> State:

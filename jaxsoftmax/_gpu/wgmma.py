@@ -104,10 +104,10 @@ def scale_rows(product: jax.Array, factor: jax.Array) -> jax.Array:
 
 
 def any_above(product: jax.Array, limit: float, barrier: Any = None) -> jax.Array:
-    """Tells whether some element of a product is above `limit` or NaN: 1 or 0, a scalar int32.
+    """Tells whether an element of a product is above `limit` or NaN: 1 or 0, a scalar int32.
 
-    Each warp tells of its own rows, and warps may therefore go different ways. With `barrier`, the number of a named barrier,
-    all warps of the warpgroup meet and tell of all rows.
+    Each warp looks at its own rows, and warps may go different ways then. With `barrier`, the number of a named barrier, the
+    warps of the warpgroup meet there and look at all rows.
     """
 
     def vote(*barrier_and_product):
@@ -118,7 +118,7 @@ def any_above(product: jax.Array, limit: float, barrier: Any = None) -> jax.Arra
         if not barrier:
             return [arith.extui(integer(32), nvvm.vote_sync(constant(2**WARP - 1), is_above, "any"))]
         asm = "{ .reg .pred own, any; setp.ne.u32 own, $1, 0;"
-        asm += " barrier.cta.red.or.pred any, $2, 128, own; selp.u32 $0, 1, 0, any; }"
+        asm += f" bar.red.or.pred any, $2, {WARPS * WARP}, own; selp.u32 $0, 1, 0, any; }}"
         own = arith.extui(integer(32), is_above)
         return [utils.inline_ptx(asm, own, *barrier, result_types=integer(32), has_side_effects=True, convergent=True)]
 

@@ -30,14 +30,15 @@ EXPONENT = 8 * 256 * oracle.EPS
 
 def compiled(f):
     """A function as one program, without which each operation of each example would be called apart."""
-    return jax.jit(
-        f, static_argnames=[name for name in ("axis", "slack", "headroom", "unit") if name in inspect.signature(f).parameters]
-    )
+    static = ("axis", "slack", "headroom", "unit", "parts")
+    return jax.jit(f, static_argnames=[name for name in static if name in inspect.signature(f).parameters])
 
 
-finish, merge, merge_along, lift, push, weights, lift_log2, lse_log2, push_log2 = map(
+correct_log2, guess_log2, finish, merge, merge_along, lift, push, weights, lift_log2, lse_log2, push_log2 = map(
     compiled,
     (
+        online.correct_log2,
+        online.guess_log2,
         online.finish,
         online.merge,
         online.merge_along,
@@ -434,6 +435,76 @@ def test_a_maximum_follows_where_scores_exceed_it_by_more_than_the_slack(unit):
     np.testing.assert_allclose(found.m, [0, 8.25 / unit, 0])
     np.testing.assert_allclose(factor, [1, 2**-8.25, 1], rtol=1e-6)
     np.testing.assert_allclose(weight[:, 0], [2**7.75, 1, 2**-3], rtol=1e-6)
+
+
+def guessed_log2(m, d, several, scale, slack, n_parts, unit=1):
+    """`m`, the parts of `d`, and the weights by the last `m`, of blocks whose weights are guessed, and corrected if need be."""
+    found, options = [], {"unit": unit}
+    for part in several:
+        part = np.pad(part, [(0, 0), (0, -part.shape[1] % n_parts)], constant_values=-np.inf)
+        sums, weight = guess_log2(m, part, scale * LOG2E / unit, parts=n_parts, **options)
+        factor = np.ones(2, np.float32)
+        if not np.all(np.asarray(sums) <= 2.0**slack):
+            m, factor, sums, weight = correct_log2(m, part, scale * LOG2E / unit, sums, slack=slack, **options)
+        d = d * factor[:, None] + sums
+        found = [earlier * np.asarray(factor)[:, None] for earlier in found] + [np.asarray(weight)]
+    return m, d, found
+
+
+@laws
+@given(
+    parts(near),
+    st.sampled_from([0.125, 1.0, 3.5]),
+    st.sampled_from([0, 8, 24]),
+    st.sampled_from([1, 4]),
+    st.sampled_from([1, LOG2E]),
+)
+def test_guesses_are_corrected_to_the_softmax(several, scale, slack, n_parts, unit):
+    """Those of the first block are wrong where it has a score."""
+    m, d, found = guessed_log2(jnp.full(2, -jnp.inf), jnp.zeros((2, n_parts)), several, scale, slack, n_parts, unit)
+    whole = np.concatenate(
+        [np.pad(part, [(0, 0), (0, -part.shape[1] % n_parts)], constant_values=-np.inf) for part in several], 1
+    )
+    most, expected = scaled_truth(whole, scale)
+    assert d.shape == (2, n_parts)
+    d = np.asarray(d, np.float64).sum(1)
+    with np.errstate(divide="ignore"):
+        lse = np.asarray(m, np.float64) * unit / LOG2E + np.log(d)
+        np.testing.assert_allclose(lse, scale * most + np.log(expected), rtol=0, atol=EXPONENT)
+    assert all(np.all(weight <= 2.0**slack * (1 + EXPONENT)) for weight in found)
+    weight = np.concatenate(found, 1)
+    np.testing.assert_array_equal(weight[np.isneginf(whole)], 0)
+    np.testing.assert_allclose(weight / np.where(d == 0, 1, d)[:, None], softmax(whole, scale), rtol=0, atol=EXPONENT)
+
+
+@pytest.mark.parametrize("unit", [1.0, float(np.log2(np.e)), 0.25])
+def test_a_maximum_follows_where_a_sum_of_guessed_weights_exceeds_the_slack(unit):
+    """Its parts do not add up: each of them may be `2**slack`. Other rows keep their bits."""
+    m = jnp.array([0.0, 0.0, 0.0, -jnp.inf])
+    scores = np.float32([[7, 7, 6.9, 6.9], [7, 7, 7.1, 6.9], [-3, -4, -5, -6], [-jnp.inf] * 4]) / unit
+    sums, weight = online.guess_log2(m, scores, 1.0, parts=2, unit=unit)
+    np.testing.assert_allclose(sums, np.exp2(scores[:, :2] * unit) + np.exp2(scores[:, 2:] * unit), rtol=1e-5)
+    found, factor, corrected_sums, corrected = online.correct_log2(m, scores, 1.0, sums, slack=8, unit=unit)
+    np.testing.assert_allclose(found, [0, 7.1 / unit, 0, -np.inf], rtol=1e-6)
+    np.testing.assert_allclose(factor, [1, 2**-7.1, 1, 1], rtol=1e-6)
+    np.testing.assert_allclose(corrected[1], np.exp2([-0.1, -0.1, 0, -0.2]), rtol=1e-5)
+    for guessed, result in ((weight, corrected), (sums, corrected_sums)):
+        np.testing.assert_array_equal(np.delete(result, 1, 0), np.delete(guessed, 1, 0))
+
+
+@pytest.mark.parametrize("score", [np.inf, np.nan])
+@pytest.mark.parametrize("before", [-np.inf, 0.5, np.inf, np.nan])
+def test_guesses_of_scores_that_are_not_finite(before, score):
+    """Sums of weights that are all 0 do not become NaN where another one is infinite."""
+    m, d = jnp.full(2, before), jnp.array([[0.0, 0.0 if np.isneginf(before) else before]] * 2)
+    calm, odd = np.float32([[1, -2], [-3, 0.25]]), np.float32([[1, -2], [-3, score]])
+    expected = [before if np.isnan(before) or before == np.inf else 0.0] * 2  # 0: anything finite
+    for block in (calm, odd, calm):
+        m, d, _ = guessed_log2(m, d, [block], 1.0, 8, 2)
+        if block is odd and not np.isnan(expected[1]):
+            expected[1] = score
+        for found in (m, d.sum(1)):
+            np.testing.assert_array_equal(np.where(np.isfinite(found), 0, found), expected)
 
 
 @laws

@@ -174,12 +174,10 @@ def named_barriers(module: Any) -> set[tuple[range, int]]:
             matches = _BARRIER.findall(text)
             assert len(matches) == len(re.findall(r"(?<![\w.])bar(?:rier)?\.(?!warp)", text)), text
             for number, count in (f"{match}, 0".split(", ")[:2] for match in matches):
-                is_operand = number.startswith("$")
-                one = (
-                    values(operation.operands[int(number[1:]) - len(operation.results)])
-                    if is_operand
-                    else range(int(number), int(number) + 1)
-                )
+                if number.startswith("$"):  # results are counted first
+                    one = values(operation.operands[int(number[1:]) - len(operation.results)])
+                else:
+                    one = range(int(number), int(number) + 1)
                 found.add((one, int(count)))
         else:
             assert "barrier" not in operation.name or operation.name.startswith(("nvvm.mbarrier", "mosaic_gpu.")), (

@@ -8,6 +8,9 @@
 
 Consumers hand the tensor cores over to each other (ping-pong): while one multiplies, another exponentiates.
 
+With a `Correction` the weights of a step are a guess: `m` is that of the key blocks before, so that no weight waits for the
+maximum. If a sum of weights is too large then, `m` follows, and the step's weights are computed again (`_corrected`).
+
 A score is multiplied by `scale * log2(e)` and the maximum subtracted in one multiply-add. Key blocks that all rows see are not
 masked. In the others the column of each score, which is a constant, is compared with the limits of its row. Masks and biases
 are read from global memory in their own shape: a bias by each thread for its scores; a mask, a step before it is needed, in
@@ -38,17 +41,18 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
 )
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import Correction, ForwardGeometry, ForwardTile, ForwardTiles
 
-# The first of the named barriers for ping-pong, and of those for corrections: each consumer has one. Mosaic GPU uses the
-# barriers before: a test holds it to that.
-_PING_PONG, _CORRECT = 8, 11
+# The first of the named barriers for ping-pong, and of those for corrections: each consumer has one of both, and there are at
+# most three consumers. Mosaic GPU uses the barriers before: a test holds it to that.
+_PING_PONG, _CORRECTION = 8, 11
 # Powers of two by which a maximum grows before sums are rescaled, and by which it stays below the largest score. Warps in which
 # no maximum grows skip the multiplication of their sums. Nothing is lost by either: the same maximum is in all weights and in
 # the log-sum-exp. Weights are at most 2 to the power of their sum. float16 holds up to 2^15, and loses bits below 2^-14.
 _SLACK_AND_HEADROOM = {"bfloat16": (8, 0), "float16": (2, 13), "float32": (8, 0)}
-# Powers of two that the sums of guessed weights may reach before the maximum follows. A row rarely needs that a second time:
-# the scores of a row with few keys in its first block, as causal attention has, exceed their maximum by 2^8 often.
+# Powers of two that sums of guessed weights may reach before a maximum follows. With 8, rows that see few keys in their first
+# key block were corrected in most steps: 486 us to 384 (causal, 4096 tokens, head size 128, H100). bfloat16 and float32 hold
+# the sums, and products with values as docs/numerics.md says.
 _SLACK_OF_GUESSES = 24
-_PARTS = 8  # sums of a row's weights: those of each thread stay apart until the last step
+_PARTS = 8  # sums of a row's weights: the four threads of a row have two each, and add up over each other in the last step
 
 
 @dataclass(frozen=True)
@@ -253,12 +257,12 @@ class ForwardScores:
         self.factor = geometry.scale if geometry.soft_cap is None else geometry.soft_cap
         scale_log2 = LOG2E * self.factor if self.unit == 1 else 1.0
         options = {"scale_log2": scale_log2, "slack": slack, "headroom": self.headroom, "unit": self.unit}
-        # It pushes scores in these units, and gives their weights.
+        # They take scores in these units, and give their weights.
         self.push = functools.partial(online.push_log2, **options)
         self.correction = geometry.config.correction
-        if self.correction is not None:
-            self.push = functools.partial(self.push, slack=_SLACK_OF_GUESSES)
-            self.guess = functools.partial(online.guess_log2, scale_log2=scale_log2, unit=self.unit)
+        of_guesses = {"scale_log2": scale_log2, "unit": self.unit}
+        self.guess = functools.partial(online.guess_log2, **of_guesses, parts=_PARTS)
+        self.correct = functools.partial(online.correct_log2, **of_guesses, slack=_SLACK_OF_GUESSES)
         left, right = geometry.window
         has_limits = not {"ranges", "query_lengths", "key_lengths"}.isdisjoint(geometry.names)
         is_ragged = geometry.key[0] % self.shape[1] != 0
@@ -320,13 +324,14 @@ class ForwardScores:
         key_ids = wgmma.load_product_cols(ids.ref, ids.index(self.tile.b) * keys + start, keys - start, self.shape)
         return in_one_segment(s, self.segments, key_ids)
 
-    def open(self, state):
-        """Returns a state before the first key with `d` as `push` and `guess` take it."""
-        m, d = (jnp.broadcast_to(part, (ROWS,)) for part in (state.m, state.d))
-        return State(m, d if self.correction is None else lax.broadcast_in_dim(d / _PARTS, (ROWS, _PARTS), (0,)))
+    def in_parts(self, state):
+        """Returns a state with `d` as a step takes it: in `_PARTS` parts, whose sum it is, if weights are guessed."""
+        if self.correction is None:
+            return state
+        return State(state.m, lax.broadcast_in_dim(state.d / _PARTS, (ROWS, _PARTS), (0,)))
 
-    def close(self, m, d, o):
-        """Returns the state after the last key."""
+    def with_sum(self, m, d, o):
+        """Returns the state that the last step leaves, with the sum of the parts as `d`."""
         return State(m, d if self.correction is None else jnp.sum(d, axis=1), o)
 
     def kept(self, weights, block):
@@ -395,13 +400,12 @@ class ForwardConsumer:
         low, high = self.tiles.seen(tile.lengths, tile.offset, first, ROWS)
         high = jnp.clip(high, tile.low + 1, tile.high)
         low = jnp.clip(low, tile.low, high - 1)
-        count, end = high - low, steps + tile.high - tile.low
+        start, end = steps + tile.high - high, steps + tile.high - low
         scores = ForwardScores(self.geometry, self.operands, tile, first)
-        lax.fori_loop(steps, steps + tile.high - high, self._skip, None)
-        steps = steps + tile.high - high
-        pipeline = ForwardPipeline(self, tile, scores, first, high, count, steps)
+        lax.fori_loop(steps, start, self._skip, None)
+        pipeline = ForwardPipeline(self, tile, scores, first, start, end, tile.high - 1 + steps)
         pl.run_scoped(pipeline.attend, plgpu.ACC((ROWS, self.geometry.sizes[1]), jnp.float32))
-        lax.fori_loop(steps + count, end, self._skip, None)
+        lax.fori_loop(end, steps + tile.high - tile.low, self._skip, None)
 
     def _skip(self, step, _):
         """Leaves a key block to the other consumers."""
@@ -460,16 +464,17 @@ class ForwardConsumer:
 class ForwardPipeline:
     """The pipeline of a consumer for its rows of a tile, from `first` on.
 
-    They push `count` key blocks, from `high - 1` down. The first one is that of step `steps`.
+    They push a key block in each step from `start` to before `end`: step `i` pushes the key block `top - i`. Three numbers,
+    as registers are short in the loop.
     """
 
     consumer: ForwardConsumer
     tile: ForwardTile
     scores: ForwardScores
     first: Any
-    high: Any
-    count: Any
-    steps: Any
+    start: Any
+    end: Any
+    top: Any
 
     def attend(self, o_acc) -> None:
         """Pushes the key blocks to the state of the rows, one after the other, and stores it.
@@ -477,121 +482,120 @@ class ForwardPipeline:
         The product P V of a key block runs while the scores S of the next one become weights P.
         """
         consumer, scores, slots = self.consumer, self.scores, self.consumer.slots
-        memory, geometry, steps = slots.memory, consumer.geometry, self.steps
+        memory, geometry = slots.memory, consumer.geometry
 
         # S = Q K' of the first key block.
         start, o = self._start()
         plgpu.barrier_wait(memory["q_full"].at[consumer.index])
         s, masks = pl.run_scoped(self._multiply_first, plgpu.ACC(scores.shape, jnp.float32))
-        consumer.leave_keys(steps)
+        consumer.leave_keys(self.start)
         mask, following = (scores.packed(mask) for mask in masks)
 
         # Its weights.
-        s = scores.masked(s, mask, self.high - 1, banded=True)
+        s = scores.masked(s, mask, self.top - self.start, banded=True)
         state, factor, p = scores.push(start, s)
+        state = scores.in_parts(state)
         if o is not None:
             o_acc[...] = wgmma.scale_rows(o, factor)
-        pl.when(self.count > 1)(lambda: consumer.wait_for_keys(steps + 1))
-        carry = (state.m, state.d, slots.rounded(scores.kept(p, self.high - 1)), following)
+        pl.when(self.start + 1 < self.end)(lambda: consumer.wait_for_keys(self.start + 1))
+        carry = (state.m, state.d, slots.rounded(scores.kept(p, self.top - self.start)), following)
 
         # The other key blocks.
         is_banded = scores.is_banded and not geometry.hides_in_first_block_alone
         whole = consumer.tiles.seen_whole(self.tile, self.first, ROWS) if is_banded else None
-        m, d, weights, _ = lax.fori_loop(1, self.count, functools.partial(self._step, whole, o_acc), carry)
+        m, d, weights, _ = lax.fori_loop(self.start + 1, self.end, functools.partial(self._step, whole, o_acc), carry)
 
         # O += P V of the last one, and the output.
         if geometry.config.own_output:
             plgpu.barrier_arrive(memory["q_empty"].at[consumer.index])
-        last = steps + self.count - 1
+        last = self.end - 1
         slots.multiply_values(o_acc, weights, last)
         o = o_acc[...]
         plgpu.barrier_arrive(memory["v_empty"].at[slots.stage(last)])
-        self._store(scores.close(m, d, o))
+        self._store(scores.with_sum(m, d, o))
 
     def _multiply_first(self, s_acc):
         """Returns the product of the first key block, and the masks of the first two."""
         consumer = self.consumer
-        consumer.wait_for_keys(self.steps)
+        consumer.wait_for_keys(self.start)
         consumer.take_tensor_cores()
-        consumer.slots.multiply_keys(s_acc, consumer.index, self.steps)
+        consumer.slots.multiply_keys(s_acc, consumer.index, self.start)
         consumer.pass_tensor_cores()
-        masks = [self.scores.load_mask(self.high - 1 - i, i < self.count) for i in range(2)]
+        masks = [self.scores.load_mask(self.top - step, step < self.end) for step in (self.start, self.start + 1)]
         return s_acc[...], masks
 
-    def _step(self, whole, o_acc, i, carry):
-        """Pushes key block `i`, while the values of the one before are multiplied.
+    def _step(self, whole, o_acc, step, carry):
+        """Pushes the key block of a step, while the values of the one before are multiplied.
 
         `whole` are the key blocks that all rows see, the first one and the one behind the last; None if these are all. Masking
         the others is a branch in the step: a loop for each kind of step would run equally fast and take longer to compile.
         """
         m, d, weights, mask = carry
         consumer, scores, slots = self.consumer, self.scores, self.consumer.slots
-        memory, block = slots.memory, self.high - 1 - i
+        memory, block = slots.memory, self.top - step
         banded = False if whole is None else (block < whole[0]) | (block >= whole[1])
 
         def multiply(s_acc):
             consumer.take_tensor_cores()
-            slots.multiply_keys(s_acc, consumer.index, self.steps + i)
-            slots.multiply_values(o_acc, weights, self.steps + i - 1)
+            slots.multiply_keys(s_acc, consumer.index, step)
+            slots.multiply_values(o_acc, weights, step - 1)
             consumer.pass_tensor_cores()
-            following = scores.load_mask(self.high - 2 - i, i + 1 < self.count)
+            following = scores.load_mask(block - 1, step + 1 < self.end)
             return plgpu.wgmma_accumulator_load(s_acc, wait_n=consumer.geometry.n_products), following
 
         s, following = pl.run_scoped(multiply, plgpu.ACC(scores.shape, jnp.float32))
         if scores.correction is not Correction.FROM_PRODUCT:
-            consumer.leave_keys(self.steps + i)
+            consumer.leave_keys(step)
         s = scores.masked(s, mask, block, banded=banded)
-        correct = functools.partial(self._corrected, State(m, d), block)
-        # Guessed weights come with their sums in the place of the factor.
-        state, factor, p = scores.push(State(m, d), s) if scores.correction is None else scores.guess(State(m, d), s)
-        p = scores.kept(p, block)
-        if scores.correction is Correction.FROM_SCORES:
-            state, factor, p = correct(lambda: s, state, factor, p)
-        state, factor, p = lax.optimization_barrier((state, factor, p))
+        if scores.correction is None:
+            (m, d, _), factor, p = scores.push(State(m, d), s)
+            result: Any = m, d, factor, scores.kept(p, block)  # no weights are guessed with dropout: `pays_to_guess`
+        elif scores.correction is Correction.FROM_SCORES:
+            result = self._corrected(m, d, scores.guess(m, s), lambda: s)
+        else:
+            result = scores.guess(m, s)
+        result = lax.optimization_barrier(result)
         # A branch between the weights and the wait: without one ptxas computes them after it, and nothing overlaps.
-        pl.when(i + 1 < self.count)(lambda: consumer.wait_for_keys(self.steps + i + 1))
+        pl.when(step + 1 < self.end)(lambda: consumer.wait_for_keys(step + 1))
         o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
-        plgpu.barrier_arrive(memory["v_empty"].at[slots.stage(self.steps + i - 1)])
-        if (
-            scores.correction is Correction.FROM_PRODUCT
-        ):  # not before the wait: ptxas would let all products wait for each other
-            state, factor, p = correct(functools.partial(self._multiply_again, i, mask, banded), state, factor, p)
-            consumer.leave_keys(self.steps + i)
+        plgpu.barrier_arrive(memory["v_empty"].at[slots.stage(step - 1)])
+        if scores.correction is Correction.FROM_PRODUCT:
+            # Not before the wait: ptxas would let all products wait for each other.
+            result = self._corrected(m, d, result, functools.partial(self._multiply_again, step, mask, banded))
+            consumer.leave_keys(step)
+        m, d, factor, p = result
         o_acc[...] = wgmma.scale_rows(o, factor)
-        return state.m, state.d, slots.rounded(p), scores.packed(following)
+        return m, d, slots.rounded(p), scores.packed(following)
 
-    def _corrected(self, before, block, exact, guessed, sums, p):
-        """Returns the state, the factors of earlier sums, and the weights that dropout keeps, from those that were guessed.
+    def _corrected(self, m, d, guess, scores_again):
+        """Returns `m` and `d` with a key block, the factors of earlier sums, and the weights.
+
+        A row whose guess was right gets the same bits, corrected or not: they do not depend on the other rows of a warp.
 
         Args:
-          before: state without the key block.
-          block: number of the key block.
-          exact: function that returns the scores of the key block.
-          guessed: state with the key block.
-          sums: sums of the guessed weights.
-          p: guessed weights that dropout keeps.
+          m: `m` without the key block.
+          d: `d` without the key block, in parts.
+          guess: sums and weights, as `online.guess_log2` returns them.
+          scores_again: function that returns the scores of the key block. It runs if the guess was wrong in a row of the warp,
+            or with `FROM_PRODUCT` in a row of the consumer, whose warps can only multiply together.
         """
-        scores, barrier = self.scores, None
-        if scores.correction is Correction.FROM_PRODUCT:
-            barrier = _CORRECT + self.consumer.index
-
-        def correct():
-            state, factor, p = scores.push(before, exact(), sums=sums)
-            return state.m, state.d, factor, scores.kept(p, block)
-
+        sums, p = guess
+        barrier = _CORRECTION + self.consumer.index if self.scores.correction is Correction.FROM_PRODUCT else None
         is_wrong = wgmma.any_above(sums, 2.0**_SLACK_OF_GUESSES, barrier) != 0
-        m, d, factor, p = lax.cond(is_wrong, correct, lambda: (guessed.m, guessed.d, jnp.ones_like(before.m), p))
-        return State(m, d), factor, p
+        m, factor, sums, p = lax.cond(
+            is_wrong, lambda: self.scores.correct(m, scores_again(), sums=sums), lambda: (m, jnp.ones_like(m), sums, p)
+        )
+        return m, d * lax.broadcast_in_dim(factor, d.shape, (0,)) + sums, factor, p
 
-    def _multiply_again(self, i, mask, banded):
-        """Returns the scores of key block `i`, whose keys are still there."""
+    def _multiply_again(self, step, mask, banded):
+        """Returns the scores of the key block of a step, whose keys are still there."""
 
         def multiply(s_acc):
-            self.consumer.slots.multiply_keys(s_acc, self.consumer.index, self.steps + i)
+            self.consumer.slots.multiply_keys(s_acc, self.consumer.index, step)
             return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
 
         s = pl.run_scoped(multiply, plgpu.ACC(self.scores.shape, jnp.float32))
-        return self.scores.masked(s, mask, self.high - 1 - i, banded=banded)
+        return self.scores.masked(s, mask, self.top - step, banded=banded)
 
     def _start(self):
         """Returns the state before the first key, from `initial` or a sink if there is one, and its sums of values or None."""
@@ -609,7 +613,7 @@ class ForwardPipeline:
         elif "sinks" in consumer.operands:
             sinks = geometry.rows.sinks(consumer.operands["sinks"], tile, self.first, geometry)
             state = online.lift_log2(sinks, headroom=scores.headroom, unit=scores.unit)
-        return scores.open(state), o
+        return State(*(jnp.broadcast_to(part, (ROWS,)) for part in (state.m, state.d))), o
 
     def _store(self, state):
         """Stores output and log-sum-exp, or the state if there are several splits."""

@@ -35,14 +35,15 @@ WIDEST = 256  # columns of the output that a consumer has in registers, 128 of a
 
 
 class Correction(enum.Enum):
-    """Ways to compute weights again where the guess that no maximum follows was wrong: see `online.guess_log2`.
+    """Ways to compute weights again after a wrong guess that maxima do not follow: see `online.guess_log2`.
 
-    Consumers guess in every step but the first. That leaves out 64 of the 400 instructions of a step, and exponentials start
-    when scores are there: 2795 us to 3055 us without (head size 128, 16384 tokens, H100), 3597 us to 3837 us (64).
+    Consumers guess in every step except the first one of a tile. This leaves out 64 of the 400 instructions of a step, and
+    exponentials start when scores are there: 3055 us without guesses, 2795 us with them (head size 128, 16384 tokens, H100);
+    3837 us and 3597 us at head size 64.
     """
 
-    FROM_SCORES = enum.auto()  # a consumer keeps the scores in registers; each warp corrects its own rows
-    FROM_PRODUCT = enum.auto()  # it has no registers for them, and multiplies again; all its warps correct their rows
+    FROM_SCORES = enum.auto()  # the scores are still in registers; each warp corrects its own rows
+    FROM_PRODUCT = enum.auto()  # registers do not hold scores and weights: a consumer multiplies again, for all its warps
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class ForwardConfig:
     has_terms: bool = False  # operands are float32, each the sum of two terms; the output needs no shared memory then
     producers: int = 1  # warpgroups that copy: one, or one for queries and keys and one for values
     byte_stages: int = 0  # key blocks of 8 bits, and value blocks, in shared memory; 0 if keys and values have more bits
-    correction: Correction | None = None  # of weights that are guessed; None if consumers compute maxima first
+    correction: Correction | None = None  # of guessed weights; None if maxima come first, and nothing is guessed
 
     @property
     def converters(self) -> int:
@@ -154,7 +155,7 @@ def forward_config(
 ) -> ForwardConfig:
     """Returns the configuration for head sizes, as measured on an H200: `benchmarks/results/h200/attention.csv`.
 
-    With `guesses`, consumers guess that maxima do not follow.
+    With `guesses`, consumers guess that maxima do not follow, except those of float32 and of two head sizes above 128.
     """
     sizes = sizes_on_chip(head_size, value_size)
     if jnp.dtype(dtype) == jnp.float32:
@@ -172,6 +173,9 @@ def forward_config(
     if max(sizes) <= 64:
         ping_pong = window != (None, None) or from_product is not None
         return ForwardConfig(3, 128, 4, registers=(32, 160), ping_pong=ping_pong, correction=from_product)
+    # With guesses ptxas spills 28 to 84 bytes, except at head size 192: what a tile needs before and after its steps, and up to
+    # head size 128 also one to three sums in each step, where scores, their weights, the output and the weights of the step
+    # before take 224 of a consumer's 240 registers.
     if max(sizes) <= 128:
         return ForwardConfig(2, 128, 2, correction=from_scores)
     stages = 3 if max(sizes) <= 192 else 2
@@ -181,9 +185,11 @@ def forward_config(
 def pays_to_guess(types: Mapping[str, Any], window: Any) -> bool:
     """Tells whether consumers are faster if they guess that maxima do not follow, for operands of these types.
 
-    Weights of float16 are at most 2^15, which leaves no room for guesses. With masks and biases registers are short: 1.34 and
-    1.45 of the time without guesses (4096 tokens). Few key blocks of large heads do not repay what a tile costs more: 1.01 and
-    1.02 of the time of 512 causal tokens (heads of 128 and 256; H100).
+    Figures are times with guesses over times without, of an H100.
+
+    - float16 holds weights of at most 2^15, which leaves no room for guesses. float32 was not tried.
+    - Masks, biases and dropout leave too few registers: 1.34 with a mask, 1.45 with a bias (4096 tokens).
+    - Few key blocks do not repay what guesses add to a tile: 1.01 and 1.02 (512 causal tokens, heads of 128 and 256).
     """
     size, keys = types["query"].shape[-1], types["key"].shape[-3]
     is_short = size > 64 and window[1] is not None and keys <= 512
@@ -278,9 +284,9 @@ class ForwardGeometry(AttentionGeometry):
 
     @property
     def hides_in_first_block_alone(self) -> bool:
-        """True if window and lengths hide keys in the first key block that rows visit, the last one by number, and in no other.
+        """True if the window and the end of the keys hide keys of the first key block that rows visit, and of no other one.
 
-        The last keys that 64 rows see are in one key block then.
+        The first one has the highest number. With an aligned `right` it has the last key of each of the 64 rows.
         """
         left, right = self.window
         is_aligned = right is None or (right % ROWS == self.config.block_kv % ROWS == 0 and self.rows.heads_per_query == 1)
@@ -296,6 +302,7 @@ class ForwardGeometry(AttentionGeometry):
             f"{self.splits} {'splits' if self.splits > 1 else 'split'}",
         ]
         parts += ["each half of the values in its own tiles"] if self.value_parts > 1 else []
+        parts += ["guessed maxima"] if config.correction is not None else []
         parts += [f"pages of {self.pages.size} keys"] if self.pages is not None else []
         parts += [f"{self.bytes_dtype} converted in shared memory"] if self.bytes_dtype is not None else []
         return ", ".join(parts)
