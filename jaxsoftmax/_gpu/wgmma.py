@@ -44,6 +44,7 @@ _PRODUCT = plgpu.Layout.WGMMA
 _PRODUCT_ROWS = _PRODUCT.reduce(1)
 # Two words that each thread has for itself: four threads have the same place in an array of rows.
 _THREAD_WORDS = plgpu.ShapeDtypeStruct((64,), jnp.uint32, layout=_PRODUCT_ROWS)
+_THREAD_SUMS = plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=_PRODUCT_ROWS)  # a sum of each thread for each of its rows
 _PRODUCT_COLS = _PRODUCT.reduce(0)
 _kind = functools.partial(plgpu.ShapeDtypeStruct, layout=_PRODUCT)
 
@@ -101,6 +102,28 @@ def scale_rows(product: jax.Array, factor: jax.Array) -> jax.Array:
         return list(branch.results)
 
     return emit(scale, arrays=[(product, _PRODUCT), (factor, _PRODUCT_ROWS)], results=_kind(product.shape, product.dtype))
+
+
+def sum_in_threads(product: jax.Array) -> jax.Array:
+    """Adds up, in each row, the elements that a thread holds. Four threads have sums of their own in the place of one row's."""
+
+    def add(product):
+        registers, sums = product.registers.flat, []
+        for below in range(2):
+            elements = [llvm.extractelement(register, constant(e)) for register in registers[below::2] for e in range(2)]
+            sums.append(functools.reduce(arith.addf, elements))
+        return _as_thread_words(sums)[0]
+
+    return emit(add, arrays=[(product, _PRODUCT)], results=_THREAD_SUMS)
+
+
+def sum_over_threads(sums: jax.Array) -> jax.Array:
+    """Returns the sum of each row from the sums that its four threads have."""
+
+    def add(sums):
+        return _as_thread_words([_summed_over_lanes(scalar(register), (1, 2)) for register in sums.registers.flat])[0]
+
+    return emit(add, arrays=[(sums, _PRODUCT_ROWS)], results=_THREAD_SUMS)
 
 
 def any_above(product: jax.Array, limit: float, barrier: Any = None) -> jax.Array:
@@ -408,7 +431,7 @@ def _bits(words, step):
 
 def _as_thread_words(words):
     """Returns words of a thread as registers of arrays like `_THREAD_WORDS`, which have two each."""
-    kind = _PRODUCT_ROWS.to_mgpu().registers_element_type(integer(32))
+    kind = _PRODUCT_ROWS.to_mgpu().registers_element_type(words[0].type)
     words = [vector.broadcast(kind, word) for word in [*words, *[constant(0)] * (len(words) % 2)]]
     return [words[k : k + 2] for k in range(0, len(words), 2)]
 

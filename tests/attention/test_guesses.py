@@ -42,24 +42,23 @@ def run_step(correction, m, d, scores):
         pipeline = SimpleNamespace(consumer=consumer, scores=SimpleNamespace(correction=correction, correct=correct))
         first, block = consumer.index * ROWS, (ROWS, KEYS)
         s = wgmma.load_product(s_ref, first, 0, block, block, varies=(True, True))
-        d = wgmma.load_product(d_ref, first, 0, (ROWS, _PARTS), (ROWS, _PARTS), varies=(True, True))
-        m = wgmma.load_product_rows(m_ref, first, ROWS, block)
+        m, d = (wgmma.load_product_rows(ref, first, ROWS, block) for ref in (m_ref, d_ref))
         sums, p = online.guess_log2(m, s, SCALE, parts=_PARTS)
-        m, d, factor, p = ForwardPipeline._corrected(pipeline, m, d, (sums, p), lambda: s)
+        m, d, factor, p = ForwardPipeline._corrected(pipeline, m, d / 4, (sums, p), lambda: s)
         number = None if correction is Correction.FROM_SCORES else 11 + consumer.index
         is_corrected = jnp.where(wgmma.any_above(sums, 2.0**_SLACK_OF_GUESSES, number) != 0, 1.0, 0.0)
-        for ref, rows in zip(results[:3], (m, factor, jnp.broadcast_to(is_corrected, (ROWS,))), strict=True):
-            wgmma.store_product_rows(ref, first, ROWS, rows)
-        for ref, product in zip(results[3:], (d, p), strict=True):
-            wgmma.store_product(ref, first, 0, product.shape, product)
+        rows = m, wgmma.sum_over_threads(d), factor, jnp.broadcast_to(is_corrected, (ROWS,))
+        for ref, values_of_rows in zip(results[:-1], rows, strict=True):
+            wgmma.store_product_rows(ref, first, ROWS, values_of_rows)
+        wgmma.store_product(results[-1], first, 0, block, p)
 
     def step(*operands):
-        shapes = [(2 * ROWS,)] * 3 + [(2 * ROWS, _PARTS), (2 * ROWS, KEYS)]
+        shapes = [(2 * ROWS,)] * 4 + [(2 * ROWS, KEYS)]
         types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
         options = {"num_threads": 2, "thread_name": "wg", "kernel_name": "step_mosaic"}
         return kernel_of(body, out_type=types, **options)(*operands)
 
-    m, factor, is_corrected, d, p = map(np.asarray, emulated(step, m, d, scores, kernels=["step_mosaic"]))
+    m, d, factor, is_corrected, p = map(np.asarray, emulated(step, m, d, scores, kernels=["step_mosaic"]))
     return {"m": m, "d": d, "factor": factor, "p": p}, is_corrected
 
 
@@ -92,9 +91,7 @@ ROW_KINDS = {
 def rows_of(kinds):
     """Returns `m`, `d` and scores of 128 rows, and whether their guesses are right."""
     m, d, scores, is_right = zip(*(ROW_KINDS[kind] for kind in kinds), strict=True)
-    parts = np.zeros((2 * ROWS, _PARTS), np.float32)
-    parts[:, 1] = d
-    return (np.float32(m), parts, np.stack(scores)), np.array(is_right)
+    return (np.float32(m), np.float32(d), np.stack(scores)), np.array(is_right)
 
 
 @np.errstate(all="ignore")
@@ -105,7 +102,7 @@ def true_step(m, d, scores, is_right):
     following = np.where(is_right, m, np.maximum(m, scores.max(1) * SCALE))
     factor = np.exp2(np.clip(m, -most, most) - np.clip(following, -most, most))
     p = np.exp2(scores * SCALE - np.clip(following, -most, most)[:, None])
-    return {"m": following, "d": d * factor[:, None] + p[:, :_PARTS] + p[:, _PARTS:], "factor": factor, "p": p}
+    return {"m": following, "d": d * factor + p.sum(1), "factor": factor, "p": p}
 
 
 @pytest.mark.parametrize("correction", Correction)
@@ -116,7 +113,7 @@ def test_a_step_whose_guess_is_wrong_in_some_rows(correction):
     assert is_corrected.all()
     for name, expected in true_step(*arrays, is_right).items():
         np.testing.assert_allclose(found[name], expected, rtol=1e-6, atol=1e-37, err_msg=name)
-    for kind, m, d, factor in zip(kinds, found["m"], found["d"].sum(1), found["factor"], strict=True):
+    for kind, m, d, factor in zip(kinds, found["m"], found["d"], found["factor"], strict=True):
         assert np.isposinf(m) == np.isposinf(d) == ("infinite score" in kind)
         assert np.isnan(m) == np.isnan(d) == ("NaN" in kind)
         assert factor == 1 or not ROW_KINDS[kind][-1]

@@ -4,8 +4,9 @@ A block of threads is persistent: one producer warpgroup, or two, and two or thr
 which is a block of queries of one head. Producers copy keys and values by TMA into stages in shared memory, from the last key
 block that a query of the tile sees to the first. Consumers have the scores of a key block in registers, and its weights, from
 where the second product takes them: it runs while the scores of the next key block become weights. They hand the tensor cores
-over to each other (ping-pong), so that one multiplies while another exponentiates. Key blocks that all queries see are not
-masked. Tiles come in an order by which keys and values stay in the L2 cache and all blocks end at about the same time.
+over to each other (ping-pong), so that one multiplies while another exponentiates. In bfloat16 weights do not wait for the
+maximum of their key block (`pays_to_guess` in `forward_plan`). Key blocks that all queries see are not masked. Tiles come in
+an order by which keys and values stay in the L2 cache and all blocks end at about the same time.
 
 Reads Q once and writes O and lse once; reads K and V, mostly from L2, once for each tile: `4 * T * S * H` operations a head.
 Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608, section 3.

@@ -52,7 +52,7 @@ _SLACK_AND_HEADROOM = {"bfloat16": (8, 0), "float16": (2, 13), "float32": (8, 0)
 # key block were corrected in most steps: 486 us to 384 (causal, 4096 tokens, head size 128, H100). bfloat16 and float32 hold
 # the sums, and products with values as docs/numerics.md says.
 _SLACK_OF_GUESSES = 24
-_PARTS = 8  # sums of a row's weights: the four threads of a row have two each, and add up over each other in the last step
+_PARTS = 8  # sums of a row's guessed weights: each of its four threads has two
 
 
 @dataclass(frozen=True)
@@ -325,14 +325,15 @@ class ForwardScores:
         return in_one_segment(s, self.segments, key_ids)
 
     def in_parts(self, state):
-        """Returns a state with `d` as a step takes it: in `_PARTS` parts, whose sum it is, if weights are guessed."""
-        if self.correction is None:
-            return state
-        return State(state.m, lax.broadcast_in_dim(state.d / _PARTS, (ROWS, _PARTS), (0,)))
+        """Returns a state with `d` as a step takes it: a part in each of a row's four threads if weights are guessed.
+
+        These need half as many registers as `_PARTS` parts, and ptxas spilled some of those in each step.
+        """
+        return state if self.correction is None else State(state.m, state.d / 4)
 
     def with_sum(self, m, d, o):
         """Returns the state that the last step leaves, with the sum of the parts as `d`."""
-        return State(m, d if self.correction is None else jnp.sum(d, axis=1), o)
+        return State(m, d if self.correction is None else wgmma.sum_over_threads(d), o)
 
     def kept(self, weights, block):
         """Returns the weights of a key block that dropout keeps, and 0 for the others."""
@@ -574,7 +575,7 @@ class ForwardPipeline:
 
         Args:
           m: `m` without the key block.
-          d: `d` without the key block, in parts.
+          d: `d` without the key block, a part in each thread.
           guess: sums and weights, as `online.guess_log2` returns them.
           scores_again: function that returns the scores of the key block. It runs if the guess was wrong in a row of the warp,
             or with `FROM_PRODUCT` in a row of the consumer, whose warps can only multiply together.
@@ -585,7 +586,7 @@ class ForwardPipeline:
         m, factor, sums, p = lax.cond(
             is_wrong, lambda: self.scores.correct(m, scores_again(), sums=sums), lambda: (m, jnp.ones_like(m), sums, p)
         )
-        return m, d * lax.broadcast_in_dim(factor, d.shape, (0,)) + sums, factor, p
+        return m, d * factor + wgmma.sum_in_threads(sums), factor, p
 
     def _multiply_again(self, step, mask, banded):
         """Returns the scores of the key block of a step, whose keys are still there."""

@@ -173,9 +173,9 @@ def forward_config(
     if max(sizes) <= 64:
         ping_pong = window != (None, None) or from_product is not None
         return ForwardConfig(3, 128, 4, registers=(32, 160), ping_pong=ping_pong, correction=from_product)
-    # With guesses ptxas spills 28 to 84 bytes, except at head size 192: what a tile needs before and after its steps, and up to
-    # head size 128 also one to three sums in each step, where scores, their weights, the output and the weights of the step
-    # before take 224 of a consumer's 240 registers.
+    # With guesses ptxas spills 20 to 68 bytes, except at head size 192: what a tile needs before and after its steps. In
+    # a step it spills one sum with lengths, and more with segments: up to head size 128 scores, weights, the output and the
+    # weights of the step before take 224 of a consumer's 240 registers.
     if max(sizes) <= 128:
         return ForwardConfig(2, 128, 2, correction=from_scores)
     stages = 3 if max(sizes) <= 192 else 2
