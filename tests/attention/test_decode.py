@@ -253,27 +253,28 @@ def test_which_kernel_a_call_goes_to(length, heads, rate, is_few):
 
 
 @pytest.mark.parametrize(
-    ("length", "size", "dtype", "more", "is_refused"),
+    ("key_heads", "size", "dtype", "more", "is_refused"),
     [
-        (3, 36, "bfloat16", {}, True),
-        (4, 36, "bfloat16", {}, False),
-        (3, 40, "bfloat16", {}, False),
-        (3, 36, "float32", {}, False),
-        (3, 33, "float32", {}, True),
+        (8, 36, "bfloat16", {}, True),
+        (4, 36, "bfloat16", {}, False),  # two rows
+        (8, 40, "bfloat16", {}, False),
+        (8, 36, "float32", {}, False),
+        (8, 33, "float32", {}, True),
         (
-            1,
+            8,
             36,
             "bfloat16",
-            {"value": lowering.shaped(2, 300, 2, 36, dtype="int8"), "value_scale": lowering.shaped(2, 2)},
+            {"value": lowering.shaped(2, 300, 8, 36, dtype="int8"), "value_scale": lowering.shaped(2, 8)},
             False,
         ),
     ],
 )
-def test_few_rows_do_not_pay_for_padding_keys(length, size, dtype, more, is_refused):
-    plan = plan_of(lowering.operands(length=length, heads=8, size=size, dtype=dtype) | more)
+def test_one_row_does_not_pay_for_padding_keys(key_heads, size, dtype, more, is_refused):
+    operands = lowering.operands(length=1, keys=300, heads=8, key_heads=key_heads, size=size, dtype=dtype)
+    plan = plan_of(operands | more)
     assert isinstance(plan, Refusal) == is_refused
     if is_refused:
-        assert plan.reason == f"padding head sizes {size} and {size} should take longer than the reference takes for 12 rows"
+        assert plan.reason == f"padding head sizes {size} and {size} takes longer than the reference takes for one row"
         plan = plan.plan  # where the user asks for it
     multiple = 2 if dtype == "float32" else 8
     assert plan.describe().endswith("head sizes padded before") == (size % multiple > 0)
