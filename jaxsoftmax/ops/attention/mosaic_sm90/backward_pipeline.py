@@ -382,7 +382,7 @@ class BackwardConsumer(BackwardRole):
     def await_other(self, current) -> None:
         """Waits until the other consumer has arrived in the step before.
 
-        The first step of a tile need not wait: `_add_last` has waited, and consumers have met since.
+        The first step of a tile need not wait, as `_add_last` has waited.
         """
 
         @pl.when(~current.is_first)
