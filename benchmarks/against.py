@@ -95,7 +95,7 @@ COLUMNS = tuple(column.name for column in fields(Row))
 
 @dataclass
 class Comparison:
-    """What was found: rows, what was left out and why, and whether ours is wrong or fails in this checkout."""
+    """Result of a comparison: rows, cells that were left out with reasons, and if ours is wrong or fails in this checkout."""
 
     rows: list[Row] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
@@ -171,7 +171,7 @@ def _no_file(row: Iterable[Any]) -> None:
 
 
 class _LeftOutError(Exception):
-    """Why a cell is left out, and whether ours is wrong in this checkout."""
+    """Reason to leave a cell out. It also says if ours is wrong in this checkout."""
 
     def __init__(self, reason: str, is_wrong_here: bool):
         super().__init__(reason)

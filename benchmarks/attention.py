@@ -47,11 +47,12 @@ _FEW_LENGTH = 4096  # the length at which calls with few queries are compared: e
 
 @dataclass(frozen=True)
 class Call:
-    """What a cell computes: shapes, and what rules out keys or changes scores. `extras` are the operands beside the three.
+    """Describes what a cell computes: shapes, and what rules out keys or changes scores.
 
-    With `backward`, their gradients; `deterministic` asks for the same bits each time, which these need not have. With
-    `zigzag`, tokens come in the order that gives as many devices causal attention of equal cost; inputs here do not. `keys` is
-    the number of keys of each batch entry, where it is not that of queries.
+    `extras` are the operands beside query, key and value. With `backward` their gradients are computed. `deterministic` asks
+    for gradients that have the same bits each time. `zigzag` is a number of devices: tokens come in the order in which causal
+    attention costs each of them the same; inputs here do not. `keys` is the number of keys of each batch entry; None if it is
+    that of queries.
 
     Raises:
       ValueError: `keys` beside what is said of positions, which have no common start then.
@@ -94,7 +95,7 @@ class Call:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of query, key, value and output."""
+        """Shapes of query, key, value and output."""
         key_heads, value_size = self.key_heads or self.heads, self.value_size or self.head_size
         return [
             self.shape,
@@ -177,7 +178,7 @@ class Call:
 
     @property
     def key_lengths(self) -> np.ndarray:
-        """Of each batch entry: from all keys down to half of them."""
+        """Number of keys of each batch entry, from all keys down to half of them."""
         return np.linspace(self.length, self.length / 2, self.batch).astype(np.int32)
 
     def arguments(self, *extras: Any) -> dict[str, Any]:
@@ -344,7 +345,7 @@ def _sample_of_gradients(call: Call, inputs: Sequence[Any], output: Any) -> list
 
 
 def _entries(call: Call) -> list[int]:
-    """Of the batch that are looked at: all share a bias, of which the gradient comes from all."""
+    """Lists the batch entries that are looked at: all for the gradient of a bias, which they share, else the last one."""
     return list(range(0 if call.backward and "bias" in call.extras else call.batch - 1, call.batch))
 
 
@@ -354,7 +355,7 @@ _lock = threading.Lock()
 
 
 def _truths(call: Call, inputs: Sequence[Any], at: np.ndarray) -> list[Any]:
-    """The truths of what is sampled of the outputs."""
+    """Computes the truths of the parts of the outputs that are sampled."""
     with _lock:
         for known, own, truths in _known:
             if known is call and all(a is b for a, b in zip(own, inputs, strict=True)):
@@ -385,7 +386,7 @@ def _gradients_in_truth(call: Call, inputs: Sequence[Any], at: np.ndarray) -> li
 
 
 def _of_queries(call: Call, inputs: Sequence[Any], entries: list[int], head: int, at: np.ndarray):
-    """What the oracle takes for some queries of one head: query, key and value, and its keyword arguments."""
+    """Returns the oracle's arguments for some queries of one head: query, key and value, and a dict of the others."""
     query, key, value = inputs[:3]
     query = _some(query, entries, head, at)
     key, value = (_some(a, entries, call.key_head(head)) for a in (key, value))
@@ -567,7 +568,7 @@ _BLOCKS_BACKWARD = {64: (64, 128), 128: (64,), 256: (64,)}  # what registers hol
 
 
 def _configs_of_pallas(call: Call) -> list[dict[str, Any]]:
-    """Of the variants that are tried; backward it has no causal attention."""
+    """Lists the configurations of Pallas' kernel that are tried. Backward it has no causal attention."""
     usual = {"block_q": 64, "max_concurrent_steps": 2, "causal": call.causal}
     if not call.backward:
         return [usual | {"block_kv": block} for block in _BLOCKS_KV[call.head_size]]
@@ -592,7 +593,7 @@ def _of_pallas(call: Call, config: dict[str, Any]) -> Callable[..., Any]:
 
 
 def _scaled(call: Call, *inputs):
-    """What Pallas' kernel takes: it has no scale, and its shared memory is float16, which is as fast as bfloat16."""
+    """Prepares inputs for Pallas' kernel: it has no scale, and its shared memory is float16, which is as fast as bfloat16."""
     query, *others = (array.astype(jnp.float16) for array in inputs)
     return query * jnp.float16(call.head_size**-0.5), *others
 
@@ -641,7 +642,7 @@ def _gradients_of_torch(call: Call) -> Callable[..., Any]:
 
 
 def _flash_of_torch(call: Call) -> Callable[..., Any]:
-    """Of arrays with torch's axes."""
+    """Returns flash attention of torch as a function of arrays with torch's axes."""
     attention = importlib.import_module("torch.nn.attention")
     compute = torch().nn.functional.scaled_dot_product_attention
 

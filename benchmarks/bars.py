@@ -1,4 +1,4 @@
-"""The bars that what was measured last of each cell must clear, from `bars.toml`.
+"""Bars from `bars.toml`, which the newest row of each cell must clear.
 
 Each entry names the cells that it holds for, by `op`, `pass`, `dtype`, `shape` and `options`, each a string or a list of them,
 or left out for any; and one limit:
@@ -181,7 +181,7 @@ def misses(bars: Sequence[Bar], cells: Sequence[Cell], run: Sequence[Row]) -> tu
 
 
 def is_ours(row: Row) -> bool:
-    """Whether a row is of jaxsoftmax, not of a peer."""
+    """Tells if a row is of jaxsoftmax, not of a peer."""
     return row.implementation == OURS or IMPLEMENTATIONS.issuperset(row.implementation.split("+"))
 
 

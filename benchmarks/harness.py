@@ -30,7 +30,7 @@ _HEADER = f"{'cell':64} {'implementation':16} {'us':>10} {'GB/s':>7} {'TFLOP/s':
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: `rounds` rounds of at least `calls` calls, over input buffers that pass `cache` bytes together.
+    """Amount of measurements: `rounds` rounds of at least `calls` calls, over input buffers that pass `cache` bytes together.
 
     A round of a program lasts `turn` seconds at least. If the GPU is `loaded`, so does a round of any call, back to back, by
     the wall clock. The first `warm_ups` rounds do not count. The GPU rests for `pause` seconds before each turn.
@@ -400,7 +400,7 @@ def gpu_ordinal() -> int:
 
 
 def device_count() -> int:
-    """How many devices JAX sees."""
+    """Counts the devices that JAX sees."""
     return len(jax.devices())
 
 

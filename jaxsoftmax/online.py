@@ -323,8 +323,8 @@ def push_log2(
     m = jnp.maximum(state.m, m) if slack == 0 else jnp.where(m > state.m + slack / unit, m, state.m)
     shifted = shift(m)
     factor = jnp.exp2((state.m - shifted) * unit)
-    weight = jnp.exp2((scores * scale_log2 - _along(shifted, scores, axis)) * unit)
-    return State(m, state.d * factor + jnp.sum(weight, axis)), factor, weight
+    weight = _weights_log2(scores, shifted, scale_log2, axis, unit)
+    return State(m, rescale_sum(state.d, factor) + jnp.sum(weight, axis)), factor, weight
 
 
 def guess_log2(
@@ -403,8 +403,18 @@ def correct_log2(
 
 def _sums_and_weights(scores, m, scale_log2, parts, unit):
     """Returns the sums of every `parts`-th weight of the last axis, and the weights."""
-    weight = jnp.exp2((scores * scale_log2 - _along(m, scores, -1)) * unit)
+    weight = _weights_log2(scores, m, scale_log2, -1, unit)
     return functools.reduce(operator.add, [weight[..., i : i + parts] for i in range(0, weight.shape[-1], parts)]), weight
+
+
+def _weights_log2(scores, m, scale_log2, axis, unit):
+    """Returns the weights of scores for a finite `m`."""
+    return jnp.exp2((scores * scale_log2 - _along(m, scores, axis)) * unit)
+
+
+def rescale_sum(d: jax.Array, factor: jax.Array) -> jax.Array:
+    """Rescales a sum of weights, the `d` of a state or a part of it, to the `m` after a block, as `push_log2` does."""
+    return d * factor
 
 
 def lift_log2(score: jax.Array, *, headroom: float = 0, unit: float = 1) -> State:

@@ -46,6 +46,7 @@ _PRODUCT_ROWS = _PRODUCT.reduce(1)
 _THREAD_WORDS = plgpu.ShapeDtypeStruct((64,), jnp.uint32, layout=_PRODUCT_ROWS)
 _THREAD_SUMS = plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=_PRODUCT_ROWS)  # a sum of each thread for each of its rows
 _PRODUCT_COLS = _PRODUCT.reduce(0)
+THREADS_OF_ROW = 4  # threads that hold a row of a product
 _kind = functools.partial(plgpu.ShapeDtypeStruct, layout=_PRODUCT)
 
 

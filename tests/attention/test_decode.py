@@ -164,7 +164,7 @@ def test_everything_at_once_lowers_for_cuda(sizes, dtype, length):
     ("length", "is_each_lowered"), [(1, False), *(pytest.param(length, True, marks=pytest.mark.slow) for length in (1, 50, 64))]
 )
 def test_every_configuration_is_lowered_and_fits(length, is_each_lowered):
-    """By default one of each dtype is lowered without a feature: with features each is, above."""
+    """Lowers one of each dtype by default. The test above lowers each of them with features."""
     every = {8, 16, 64, 80, 128, 192, 256}
     for dtype, most in (("bfloat16", 256), ("float32", 128)):
         found = {}

@@ -343,7 +343,7 @@ def test_the_reference_is_within_the_budget_of_random_combinations(call):
 
 
 def case_of(name):
-    """With a bias, sinks, and rows that see nothing: large for a kernel."""
+    """Returns operands with a bias, sinks, and rows that see nothing. They are larger for a kernel."""
     length, keys, size = (9, 11, 8) if name == "xla" else (130, 200, 64)
     given = forward.arrays(length=length, keys=keys, size=size, dtype="bfloat16")
     given |= {"bias": random((1, 4, length, keys), "bias"), "sinks": random((4,), "bias")}
@@ -807,7 +807,7 @@ def plan_of(length, keys, window, config, batch=(1,), names=()):
 
 
 def blocks_of(seen, plan):
-    """Of each block of keys and each block of queries, whether some query sees some key, and whether all see all."""
+    """Tells for each block of keys and each block of queries if some query sees some key, and if all see all."""
     (length, keys), rows, cols = seen.shape, plan.config.block_q, plan.block_kv
     padding = [(0, -length % rows), (0, -keys % cols)]
     some = np.pad(seen, padding).reshape(-(-length // rows), rows, -1, cols).any((1, 3)).T

@@ -496,6 +496,33 @@ def test_long_tiles_come_first():
     np.testing.assert_array_equal(np.sort(order), np.arange(24))
 
 
+def last_over_mean(costs, heads, group, blocks):
+    ends = []
+    for count, *numbers in schedule.schedule(costs, heads, group, blocks).tolist():
+        ends.append(sum(costs[number % len(costs)] + schedule.TILE_COST for number in numbers[:count]))
+    return max(ends) / np.mean(ends)
+
+
+@brute_force
+@given(costs, st.integers(1, 9), st.sampled_from([1, 2, 4, 8]), st.integers(1, 140))
+def test_tiles_of_as_few_heads_come_together_as_let_blocks_end_evenly(costs, heads, group, blocks):
+    blocks = min(blocks, heads * len(costs))
+    found = schedule._balanced(costs, heads, group, blocks)
+    choices = [group * 2**i for i in range(8) if i == 0 or group * 2**i < 2 * heads]
+    ends = {choice: last_over_mean(costs, heads, choice, blocks) for choice in choices}
+    assert found in choices
+    most = max(schedule.MOST_UNBALANCED, 1.005 * min(ends.values()))
+    assert ends[found] <= most * (1 + 1e-9) or group >= 2 * heads
+    assert all(ends[choice] > schedule.MOST_UNBALANCED - 1e-9 for choice in choices if choice < found)
+
+
+def test_grouped_heads_of_causal_attention_end_evenly_backward():
+    costs = tuple(8 * (32 - i) for i in range(32))  # 4096 tokens, four query heads to a key head
+    assert last_over_mean(costs, 16, 1, 132) > 1.27
+    assert schedule._balanced(costs, 16, 1, 132) == 4
+    assert last_over_mean(costs, 16, 4, 132) < 1.002
+
+
 def table_shapes(given, **options):
     """The shapes of the tables of tiles in a program."""
     return re.findall(r"stablehlo.constant dense<.*> : tensor<(\w+)xi32>", lower(given, **options))
@@ -536,7 +563,10 @@ problems = st.sampled_from([*zip((1, 450, 333), (300, 700, 97), CONFIGS, strict=
 
 
 def blocks_of(scores, plan, reduce, rows=None):
-    """`reduce` over the scores of each block of queries, or of so many rows, and each key block, as far as there are any."""
+    """Reduces the scores of each block of queries, or of `rows` rows, and each key block.
+
+    Rows and keys beyond the last do not change a result.
+    """
     rows, cols = rows or plan.block_q, plan.config.block_kv
     length, keys = scores.shape
     padded = np.pad(scores, [(0, -length % rows), (0, -keys % cols)], constant_values=reduce is np.all)

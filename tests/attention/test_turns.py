@@ -45,7 +45,7 @@ def plan_of(length, keys, window, size, heads, *, deterministic=True, varying=Fa
 
 
 def turns(plan):
-    """Of each tile, the turns it takes one after the other: at which counter, and what the counter has to be."""
+    """Lists for each tile the turns that it takes one after the other: the counter, and the value that it has to have."""
     found = []
     for tile in range(plan.n_tiles):
         head, block = divmod(tile, plan.blocks_kv)

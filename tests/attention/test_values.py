@@ -999,7 +999,7 @@ def layer_inputs(dtype="float32"):
 
 
 def runs(f, *args):
-    """How often attention's forward pass runs in `f(*args)`."""
+    """Counts the runs of attention's forward pass in `f(*args)`."""
     return [name for name, _ in bound(f, *args)].count("dot_product_attention")
 
 

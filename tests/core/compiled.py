@@ -319,7 +319,7 @@ def _there(given):
 
 
 def _of_layout(plan) -> tuple[Any, ...]:
-    """What a plan says of the code of rows: steps count if each has code of its own, and blocks of the grid do not."""
+    """Returns the settings of a plan that change the code of rows: steps if each has its own, but no blocks of the grid."""
     blocks = plan.blocks if not plan.persistent_blocks else 17
     counted = replace(plan, cols=0, blocks=blocks, persistent_blocks=min(plan.persistent_blocks, 1))
     if isinstance(plan, ColumnPlan):

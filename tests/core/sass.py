@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,8 @@ def compile_into(folder: Path, options: argparse.Namespace) -> None:
     with contextlib.ExitStack() as stack:
         for text in options.variants:
             stack.enter_context(variants.parse(text).chosen())
-        os.environ |= {"MOSAIC_GPU_DUMP_TO": str(folder), "MOSAIC_GPU_DUMP_PTXAS": "1"}
+        dumps = {"MOSAIC_GPU_DUMP_TO": str(folder), "MOSAIC_GPU_DUMP_PTXAS": "1"}
+        stack.enter_context(mock.patch.dict(os.environ, dumps))
         function = jax.jit(gradient if options.gradient else attend, out_shardings=sharding)
         function.trace(query, key, key).lower(lowering_platforms=("cuda",)).compile()
 

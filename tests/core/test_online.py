@@ -20,7 +20,7 @@ from ..support import oracle
 # roundings, and there are at most about a hundred of exp(-x): 20 roundings of the sum, and a few of each state in it.
 SUM = 32 * oracle.EPS
 
-# Of scores up to 64, the rounding of a log-sum-exp: the sum's, and that of a few figures of its own size.
+# Rounding of a log-sum-exp of scores up to 64: that of the sum, and of a few numbers as large as the result.
 LSE = 4 * 64 * oracle.EPS
 
 # In powers of two, of products of scores and scales up to 256: a few roundings of one. What it is in an exponent is relative

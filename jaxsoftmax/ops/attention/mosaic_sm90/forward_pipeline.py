@@ -329,7 +329,7 @@ class ForwardScores:
 
         These need half as many registers as `_PARTS` parts, and ptxas spilled some of those in each step.
         """
-        return state if self.correction is None else State(state.m, state.d / 4)
+        return state if self.correction is None else State(state.m, state.d / wgmma.THREADS_OF_ROW)
 
     def with_sum(self, m, d, o):
         """Returns the state that the last step leaves, with the sum of the parts as `d`."""
@@ -586,7 +586,7 @@ class ForwardPipeline:
         m, factor, sums, p = lax.cond(
             is_wrong, lambda: self.scores.correct(m, scores_again(), sums=sums), lambda: (m, jnp.ones_like(m), sums, p)
         )
-        return m, d * factor + wgmma.sum_in_threads(sums), factor, p
+        return m, online.rescale_sum(d, factor) + wgmma.sum_in_threads(sums), factor, p
 
     def _multiply_again(self, step, mask, banded):
         """Returns the scores of the key block of a step, whose keys are still there."""
