@@ -13,8 +13,9 @@
 
 A part of dQ needs the derivatives of both consumers. It is multiplied a step later, when the other's are there, so that
 consumers need not keep in step: one multiplies while the other exponentiates. Forward and backward of 4096 tokens take 3570 us
-so, and 3691 us if consumers meet in each step (head size 64, H100). The first step of a tile multiplies what is left of the
-tile before, and drops it: a branch around the product would make all products wait for each other.
+so, and 3691 us if consumers meet in each step (head size 64, H100). The first step of a tile has no step before. Code of its
+own makes it shorter; a branch around the product would make all products wait for each other. 4096 causal tokens take 1974 us
+so, and 2010 us if the first step multiplies what is left of the tile before, and drops it (head size 64, H100).
 
 The steps of all tiles are counted through: step `i` uses stage `i % stages`. A barrier is full when copies have landed, and
 empty when all have read them.
@@ -82,14 +83,9 @@ class BackwardStep:
     block: Any  # of queries
     banded: Any  # False, or an array that says whether some query does not see some key
     index: Any  # of the step among those of all tiles
-    is_first: Any  # it is the first step of its tile
+    is_first: bool  # it is the first step of its tile
     stage: Any  # of the queries
     stage_do: Any  # of the output cotangents
-
-    @property
-    def before(self):
-        """Number of the step before, and 0 in the very first one."""
-        return jnp.maximum(self.index - 1, 0)
 
 
 @dataclass(frozen=True)
@@ -289,10 +285,10 @@ class BackwardConsumer(BackwardRole):
             for stage in range(stages):
                 plgpu.barrier_arrive(self.memory[name].at[stage])
 
-    def step(self, scores, current, sums) -> jax.Array:
-        """Adds a block of queries to the sums, and returns the consumer's part of dQ of the step before.
+    def step(self, scores, current, sums) -> jax.Array | None:
+        """Adds a block of queries to the sums.
 
-        In the first step of a tile the result has no meaning.
+        Returns the consumer's part of dQ of the step before, or None in the first step of a tile.
         """
         raise NotImplementedError
 
@@ -306,36 +302,42 @@ class BackwardConsumer(BackwardRole):
         scores = BackwardScores(self, tile, first, needs_segments=self.WEIGHS)
         total = geometry.heads_per_key_head * tile.count
 
-        # `before` are the query head and the block of queries of the step before.
-        def visit_head(sums, end, i, before):
-            head = tile.head * geometry.heads_per_key_head + i
-            last = steps + (i + 1) * tile.count - 1
+        def visit(sums, index, head, block, is_first=False):
+            # A branch in the step, where queries are to be masked. The first call of a gradient took 8.8 s with a loop for
+            # each kind of step, and 4.3 s with one loop (head size 128, causal). The kernel takes 1.003 of the time of
+            # several loops at head size 64, 0.98 to 1.013 at 128, 1.009 at 256 (causal, 512 to 16384 tokens, on an H200),
+            # and 1.017 with segments.
+            banded = scores.is_banded and (block < tile.whole_from) | (block >= tile.whole_to)
+            current = BackwardStep(head, block, banded, index, is_first, *self.stages(index))
+            return current, self.step(scores, current, sums)
 
-            def visit(i, before):
-                block = end - 1 - i
-                # A branch in the step, where queries are to be masked. The first call of a gradient took 8.8 s with a loop for
-                # each kind of step, and 4.3 s with one loop (head size 128, causal). The kernel takes 1.003 of the time of
-                # several loops at head size 64, 0.98 to 1.013 at 128, 1.009 at 256 (causal, 512 to 16384 tokens, on an H200),
-                # and 1.017 with segments.
-                banded = scores.is_banded and (block < tile.whole_from) | (block >= tile.whole_to)
+        def visit_head(sums, i, before):
+            head, last = tile.head * geometry.heads_per_key_head + i, steps + (i + 1) * tile.count - 1
+
+            def visit_next(block, before):
                 index = last - (block - tile.low)
-                current = BackwardStep(head, block, banded, index, index == steps, *self.stages(index))
-                dq = self.step(scores, current, sums)
-                add = functools.partial(self.add, tile, index - 1, *before, is_empty=geometry.is_seeded)
-                pl.when(~current.is_first)(functools.partial(add, dq=dq))
+                current, dq = visit(sums, index, head, block)
+                self.add(tile, index - 1, *before, dq=dq, is_empty=geometry.is_seeded)
                 self.end_step(current)
                 return [head, block]
 
-            return lax.fori_loop(0, tile.count, visit, before)
+            # `before` are the query head and the block of queries of the step before.
+            start = 1 if geometry.heads_per_key_head == 1 else jnp.where(i == 0, 1, 0)
+            end = tile.low + tile.count - 1
+            return lax.fori_loop(start, tile.count, lambda i, before: visit_next(end - i, before), before)
+
+        def visit_all(sums):
+            first = list(self.head_and_block(tile, 0))
+            current, _ = visit(sums, steps, *first, is_first=True)
+            self.end_step(current)
+            if geometry.heads_per_key_head == 1:
+                last = visit_head(sums, 0, first)
+            else:
+                last = lax.fori_loop(0, geometry.heads_per_key_head, functools.partial(visit_head, sums), first)
+            self._add_last(tile, steps + total - 1, *last)
 
         def add_up(*sums):
-            each = functools.partial(visit_head, sums, tile.low + tile.count)
-            before = [jnp.int32(0), jnp.int32(0)]
-            if geometry.heads_per_key_head == 1:
-                before = each(0, before)
-            else:
-                before = lax.fori_loop(0, geometry.heads_per_key_head, each, before)
-            pl.when(total > 0)(lambda: self._add_last(tile, steps + total - 1, *before))
+            pl.when(total > 0)(lambda: visit_all(sums))
             self._store(tile, scores.kept_factor, **{name: acc[...] for name, acc in zip(self.SUMS, sums, strict=True)})
             return total
 
@@ -349,11 +351,23 @@ class BackwardConsumer(BackwardRole):
         for part in range(self.geometry.parts[1]):
             plgpu.wgmma(s_acc, self.memory["k"].at[half, part], q.at[:, part * width : (part + 1) * width].T)
 
-    def multiply_derivatives(self, dq_acc, step) -> None:
-        """Starts the consumer's part of dQ = dS K of a step, from the derivatives that consumers have shared."""
-        (slab, part), ds_stage = self.part_of_dq(self.index), self.ds_stage(step)
-        for half in range(self.geometry.block_kv // ROWS):
+    def with_dq(self, current, multiply):
+        """Returns `multiply(dq_acc)`, given an accumulator for dQ of the step before, or None in the first step of a tile."""
+        if current.is_first:
+            return multiply(None)
+        return pl.run_scoped(multiply, plgpu.ACC((ROWS, self.geometry.part_size), jnp.float32))
+
+    def multiply_derivatives(self, dq_acc, step) -> int:
+        """Starts the consumer's part of dQ = dS K of a step, from the derivatives that consumers have shared.
+
+        Returns the number of products that it starts, which is 0 if there is no accumulator.
+        """
+        if dq_acc is None:
+            return 0
+        (slab, part), ds_stage, halves = self.part_of_dq(self.index), self.ds_stage(step), self.geometry.block_kv // ROWS
+        for half in range(halves):
             plgpu.wgmma(dq_acc, ds_stage.at[half, slab].T, self.memory["k"].at[half + hidden_zero(step, 2), part])
+        return halves
 
     def share(self, half, ds, step) -> None:
         """Stores the derivatives of scores for both consumers. `arrive` tells the other one.
@@ -384,9 +398,7 @@ class BackwardConsumer(BackwardRole):
 
         The first step of a tile need not wait, as `_add_last` has waited.
         """
-
-        @pl.when(~current.is_first)
-        def _():
+        if not current.is_first:
             plgpu.barrier_wait(self._step_done(1 - self.index, current.index - 1))
 
     def _add_last(self, tile, step, head, block) -> None:
@@ -468,7 +480,7 @@ class HalfConsumer(BackwardConsumer):
     SUMS = ("dk", "dv")
 
     def step(self, scores, current, sums):
-        geometry, memory = self.geometry, self.memory
+        memory = self.memory
         dk_acc, dv_acc = sums
         accumulator = plgpu.ACC(scores.shape, jnp.float32)
         ds = pl.run_scoped(functools.partial(self._derive, scores, current, dv_acc), accumulator, accumulator)
@@ -477,14 +489,14 @@ class HalfConsumer(BackwardConsumer):
 
         def multiply(dq_acc):
             plgpu.wgmma(dk_acc, ds, memory["q"].at[current.stage])
-            self.multiply_derivatives(dq_acc, current.before)
-            plgpu.wgmma_wait(CONSUMERS + 1)
+            others = self.multiply_derivatives(dq_acc, current.index - 1)
+            plgpu.wgmma_wait(others + 1)
             plgpu.barrier_arrive(memory["do_empty"].at[current.stage_do])
-            plgpu.wgmma_wait(CONSUMERS)
+            plgpu.wgmma_wait(others)
             plgpu.barrier_arrive(memory["q_empty"].at[current.stage])
-            return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
+            return None if dq_acc is None else plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
 
-        dq = pl.run_scoped(multiply, plgpu.ACC((ROWS, geometry.part_size), jnp.float32))
+        dq = self.with_dq(current, multiply)
         self.arrive(current.index)
         return dq
 
@@ -508,9 +520,10 @@ class HalfConsumer(BackwardConsumer):
         kept = scores.kept(current)
         p, rounded = lax.optimization_barrier((p, where_kept(kept, p).astype(geometry.dtype)))
         plgpu.wgmma(dv_acc, rounded, do)
-        # A branch between the weights and the other product: without one ptxas may compute them after it.
         if geometry.is_seeded:
-            pl.when(~current.is_first)(self.await_staged)
+            # Always true. With a branch between the weights and the other product ptxas does not compute them after it.
+            if not current.is_first:
+                pl.when(current.index > 0)(self.await_staged)
             delta = None
         else:
             delta = self._delta(current)
@@ -539,12 +552,12 @@ class WeightsConsumer(BackwardConsumer):
 
         def multiply(dq_acc):
             plgpu.wgmma(dv_acc, kept, memory["do"].at[current.stage_do])
-            self.multiply_derivatives(dq_acc, current.before)
-            plgpu.wgmma_wait(1)
+            others = self.multiply_derivatives(dq_acc, current.index - 1)
+            plgpu.wgmma_wait(others)
             plgpu.barrier_arrive(memory["do_empty"].at[current.stage_do])
-            return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
+            return None if dq_acc is None else plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
 
-        dq = pl.run_scoped(multiply, plgpu.ACC((ROWS, self.geometry.part_size), jnp.float32))
+        dq = self.with_dq(current, multiply)
         self.arrive(current.index)
         return dq
 
@@ -592,12 +605,12 @@ class DerivativesConsumer(BackwardConsumer):
         self.share(0, ds, current.index)
 
         def multiply(dq_acc):
-            self.multiply_derivatives(dq_acc, current.before)
+            self.multiply_derivatives(dq_acc, current.index - 1)
             plgpu.barrier_wait(memory["q_full"].at[current.stage])
             plgpu.wgmma(dk_acc, ds, memory["q"].at[current.stage])
-            return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
+            return None if dq_acc is None else plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
 
-        dq = pl.run_scoped(multiply, plgpu.ACC((ROWS, geometry.part_size), jnp.float32))
+        dq = self.with_dq(current, multiply)
         self.arrive(current.index)
         return dq
 
