@@ -78,6 +78,7 @@ NAMES: dict[tuple[str, str], str] = {
     (_UTILS, "memref_ptr"): "the address of an array, for PTX",
     (_UTILS, "thread_idx"): "the index of a thread in its block",
     (_UTILS, "warp_barrier"): "waits for the threads of a warp",
+    (_UTILS, "warpgroup_barrier"): "waits for the threads of a warpgroup",
     (_UTILS, "when"): "a branch of MLIR without results",
 }
 

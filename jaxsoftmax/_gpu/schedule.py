@@ -104,12 +104,12 @@ class TiledGeometry:
 
     multiprocessors: int
     n_tiles: int = field(init=False)
-    n_blocks: int = field(init=False)  # blocks of threads of a wave
+    n_blocks: int = field(init=False)  # blocks of threads of a wave, or clusters that share tiles
     by_ticket: bool = field(init=False)  # blocks of threads take tickets for tiles, as operands decide how long a tile takes
 
-    def _derive(self, n_tiles: int, **others: Any) -> None:
-        """Sets the attributes that follow from the others."""
-        derived = others | {"n_tiles": n_tiles, "n_blocks": min(self.multiprocessors, n_tiles)}
+    def _derive(self, n_tiles: int, cluster: int = 1, **others: Any) -> None:
+        """Sets the attributes that follow from the others. `cluster` is the number of blocks that share a tile."""
+        derived = others | {"n_tiles": n_tiles, "n_blocks": min(max(1, self.multiprocessors // cluster), n_tiles)}
         for name, value in derived.items():
             object.__setattr__(self, name, value)
 
@@ -169,7 +169,7 @@ def bytes_of(scratch: Mapping[str, Any]) -> int:
     """
     total = 0
     for memory in scratch.values():
-        if isinstance(memory, plgpu.Barrier):
+        if isinstance(memory, plgpu.Barrier | plgpu.ClusterBarrier):
             total += _BARRIER * int(np.prod(memory.num_barriers))  # a number, or numbers along axes
         else:
             total += pl.cdiv(math.prod(memory.shape) * jnp.dtype(memory.dtype).itemsize, _ALIGNMENT) * _ALIGNMENT

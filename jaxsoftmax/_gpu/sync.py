@@ -1,15 +1,29 @@
 """Waiting: for copies, warpgroups, the blocks of a cluster, and what they store to each other's shared memory."""
 
+import math
 from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jaxsoftmax._core.compat import utils
-from jaxsoftmax._gpu.emit import SPLAT, WARP, WARPS, compare, constant, emit, instruct, integer, operand_list, shared_address
+from jaxsoftmax._gpu.emit import (
+    SPLAT,
+    WARP,
+    WARPS,
+    compare,
+    constant,
+    emit,
+    instruct,
+    integer,
+    operand_list,
+    shared_address,
+    thread,
+)
 
 
 def end_copies() -> None:
@@ -152,6 +166,58 @@ def meeting(barrier: int, warpgroups: int) -> Any:
         utils.inline_ptx(ptx, has_side_effects=True, convergent=True)
 
     return meet
+
+
+def warpgroup_barrier() -> None:
+    """Waits for all warps of the warpgroup."""
+    emit(utils.warpgroup_barrier)
+
+
+def exchange_with_peer(ref, transforms, barriers, peer, step) -> None:
+    """Sends `ref[stage, 0]` to `ref[stage, 1]` of the other block of a cluster of two, which sends as much.
+
+    It does not wait: `await_peer` does, in all warpgroups that read what was sent.
+
+    Args:
+      ref: in shared memory, at the same address in both blocks. `ref[stage, 0]` is visible to bulk copies.
+      transforms: transforms of `ref`.
+      barriers: barriers of `prepare_exchange`.
+      peer: rank of the other block.
+      step: number of the exchange, from 0 on. The stage is its remainder by 2. The blocks must have read what the step before
+        the last one sent. One warpgroup of a block makes all exchanges.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), plgpu.RefType(), SPLAT, SPLAT))
+    def send(_, ref, barriers, peer, step):
+        peer, step = peer.registers.item(), step.registers.item()
+        size = math.prod(ref.type.shape[2:]) * utils.bytewidth(ref.type.element_type)
+        stage = arith.remui(step, constant(2))
+        source = shared_address(ref, arith.muli(stage, constant(2 * size)))
+        target, barrier = arith.addi(source, constant(size)), shared_address(barriers, arith.muli(stage, constant(8)))
+        ptx = (
+            "{ .reg .u32 there, barrier; .reg .pred first; setp.eq.u32 first, $4, 0;"
+            f" @first mbarrier.arrive.expect_tx.shared::cta.b64 _, [$2], {size};"
+            " mapa.shared::cluster.u32 there, $1, $3; mapa.shared::cluster.u32 barrier, $2, $3;"
+            " @first cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
+            f" [there], [$0], {size}, [barrier]; }}"
+        )
+        utils.inline_ptx(ptx, source, target, barrier, peer, thread(), has_side_effects=True)
+
+    send(ref, barriers, jnp.int32(peer), jnp.int32(step))
+
+
+def await_peer(barriers, step) -> None:
+    """Waits until what the other block has sent in the `exchange_with_peer` of `step` is there, for products to read."""
+    ptx = (
+        "{ .reg .pred done; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], $1; @!done bra again; }"
+    )
+
+    def wait(barriers, step):
+        address = shared_address(barriers, arith.muli(arith.remui(step, constant(2)), constant(8)))
+        parity = arith.remui(arith.divui(step, constant(2)), constant(2))
+        utils.inline_ptx(ptx, address, parity, has_side_effects=True, convergent=True)
+
+    emit(wait, barriers, [step])
 
 
 def arrive_in_cluster() -> None:

@@ -850,11 +850,32 @@ def test_shared_memory_has_room(size, biased, deterministic, taken):
     plan = dataclasses.replace(plan, soft_cap=5.0, adds_bias=biased, is_deterministic=deterministic, is_varying=taken)
     total = 0
     for spec in plan.scratch().values():
-        if isinstance(spec, plgpu.Barrier):
+        if isinstance(spec, plgpu.Barrier | plgpu.ClusterBarrier):
             total += 8 * int(np.prod(spec.num_barriers))
         else:
             total += -(-math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize // 1024) * 1024
     assert plan.shared_memory == total <= 227 * 1024
+
+
+def test_two_blocks_of_threads_share_a_tile_where_shared_memory_has_room():
+    config = backward_plan.backward_config(256, 256)[1]
+    plan = dataclasses.replace(plan_of(300, 300, (None, 0), config), is_deterministic=False)
+    assert (plan.is_paired, plan.block_kv, plan.blocks_kv, plan.tiles_of_head, plan.n_blocks) == (True, 64, 5, 3, 6)
+    assert "tiles of 128 keys" in plan.describe()
+    for other in ({"is_deterministic": True}, {"is_varying": True}, {"adds_bias": True}, {"config": pairless(config)}):
+        single = dataclasses.replace(plan, **other)
+        assert (single.is_paired, single.tiles_of_head, single.n_blocks) == (False, 5, 10)
+        assert "tiles of 64 keys" in single.describe()
+    many = dataclasses.replace(plan, batch=(64,))
+    assert many.n_blocks == 66
+    assert dataclasses.replace(many, multiprocessors=1).n_blocks == 1
+    sends = "cp.async.bulk.shared::cluster.shared::cta"
+    assert sends in lower(lowering.operands(size=256))
+    assert sends not in lower(lowering.operands(size=256), deterministic_gradients=True)
+
+
+def pairless(config):
+    return dataclasses.replace(config, pairs=False)
 
 
 def test_lines_of_queries():
@@ -898,7 +919,13 @@ def test_spans_of_a_window_hold_all_that_is_seen_and_turns_count_who_came_before
     spans = [clipped(*plan.span(i, HOST)) for i in range(plan.blocks_kv)]
     assert_visits(spans, lowering.window_sees(length, keys, window), plan)
     visited = visits(spans, plan)
-    assert dataclasses.replace(plan, is_deterministic=False).costs() == tuple(plan.heads_per_key_head * visited.sum(1))
+    default = dataclasses.replace(plan, is_deterministic=False)
+    blocks = 2 if default.is_paired else 1
+    by_tile = np.pad(visited, [(0, -len(visited) % blocks), (0, 0)]).reshape(-1, blocks, visited.shape[1]).any(1)
+    steps = [high - low for low, high in (clipped(*default.visited(i, HOST), 0, 0)[:2] for i in range(default.tiles_of_head))]
+    assert default.costs() == tuple(plan.heads_per_key_head * count for count in steps)
+    # Two blocks visit all between the first block of queries that some of their keys see and the last.
+    assert steps == [np.ptp(np.flatnonzero(row)) + 1 if row.any() else 0 for row in by_tile]
     before = np.cumsum(visited, 0) - visited
     for block, query_block in np.argwhere(visited):
         assert block - plan.first_key_block(query_block, HOST) == before[block, query_block]

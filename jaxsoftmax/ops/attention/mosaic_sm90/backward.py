@@ -33,7 +33,7 @@ from jax.experimental import pallas as pl
 
 from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.target import Target
-from jaxsoftmax._gpu import schedule, tickets
+from jaxsoftmax._gpu import schedule, sync, tickets
 from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax.ops.attention import key_blocks
 from jaxsoftmax.ops.attention.mosaic_sm90.backward_pipeline import (
@@ -138,6 +138,7 @@ def launch(
         out_type=types,
         grid=(waves * geometry.n_blocks,),
         grid_names=("block",),
+        **({"cluster": (2,), "cluster_names": ("rank",)} if geometry.is_paired else {}),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         scratch_types=geometry.scratch(),
@@ -249,6 +250,9 @@ def _kernel(geometry: BackwardGeometry, records, waves, refs, results, **memory)
     tile = BackwardRole(*shared).tile
     work = schedule.BlockTiles(geometry, block, refs.get("table"), memory, tile, counter=counter, waves=waves)
     fewer, more = geometry.config.registers
+    if geometry.is_paired:
+        sync.prepare_exchange(memory["arrivals"])
+        sync.cluster_wait()
 
     @pl.when(warpgroup == CONSUMERS)
     def _():
@@ -276,6 +280,9 @@ def _kernel(geometry: BackwardGeometry, records, waves, refs, results, **memory)
             for index, kind in enumerate(kinds):
                 pl.when(warpgroup == index)(functools.partial(work.each, kind(*shared, index)))
         plgpu.wait_smem_to_gmem(0)
+
+    if geometry.is_paired:
+        sync.cluster_barrier()  # the other block may still arrive at barriers of this one
 
 
 @dataclass(frozen=True)
@@ -306,6 +313,12 @@ class BackwardProducer(BackwardRole):
             for part in range(geometry.parts[1]):
                 source = refs["key"].at[tile.b, rows, tile.head, pl.ds(part * width, width)]
                 plgpu.copy_gmem_to_smem(source, memory["k"].at[half, part], memory["k_full"])
+        if geometry.is_paired:
+            rows = pl.ds(tile.other_block * geometry.block_kv, ROWS)
+            for consumer in range(CONSUMERS):
+                _, part = self.part_of_dq(consumer)
+                source = refs["key"].at[tile.b, rows, tile.head, pl.ds(part * width, width)]
+                plgpu.copy_gmem_to_smem(source, memory["other_k"].at[consumer], memory["k_full"])
         for half in range(halves):
             source = refs["value"].at[tile.b, pl.ds(first + half * ROWS, ROWS), tile.head]
             plgpu.copy_gmem_to_smem(source, memory["v"].at[half], memory["v_full"])

@@ -36,7 +36,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxsoftmax._gpu import sync, wgmma
-from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import ADDERS, CONSUMERS, DS_STAGES, BackwardGeometry
+from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import (
+    ADDERS,
+    CONSUMERS,
+    DS_STAGES,
+    BackwardGeometry,
+    tile_transforms,
+)
 from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     COL_LAYOUT,
     KERNEL,
@@ -67,6 +73,7 @@ class BackwardTile:
     b: Any  # batch entry
     head: Any  # key head
     block: Any  # of keys
+    other_block: Any  # of keys, that the other block of threads has; None if there is none
     low: Any  # first block of queries that the tile visits
     count: Any  # blocks of queries of each query head
     whole_from: Any  # first of the blocks whose queries see all keys
@@ -100,22 +107,29 @@ class BackwardRole:
     def tile(self, number) -> BackwardTile:
         """Returns a tile."""
         geometry, operands = self.geometry, self.operands
-        blocks, heads = jnp.int32(geometry.blocks_kv), jnp.int32(geometry.key[1])
-        pair, block = lax.div(number, blocks), lax.rem(number, blocks)
+        tiles, heads = jnp.int32(geometry.tiles_of_head), jnp.int32(geometry.key[1])
+        pair, tile = lax.div(number, tiles), lax.rem(number, tiles)
         b, head = lax.div(pair, heads), lax.rem(pair, heads)
+        block, other_block = (2 * tile + self.rank, 2 * tile + 1 - self.rank) if geometry.is_paired else (tile, None)
         lengths = []
         for name, size in zip(("query_lengths", "key_lengths"), geometry.lengths, strict=True):
             lengths.append(jnp.clip(operands[name][b], 0, size) if name in operands else size)
         if "spans" in operands:
             low, high, whole_from, whole_to = (operands["spans"][b, block, i] for i in range(4))
         else:
-            low, high, whole_from, whole_to = geometry.span(block, KERNEL)
+            (low, high), (whole_from, whole_to) = geometry.visited(tile, KERNEL), geometry.span(block, KERNEL)[2:]
             low += hidden_zero(number, 0)  # ptxas makes slower loops of constant bounds
             high = jnp.maximum(low, high + hidden_zero(number, 1))
             whole_from = jnp.clip(whole_from, low, high)
             whole_to = jnp.clip(whole_to, whole_from, high)
         offset = operands["query_offset"][b] if "query_offset" in operands else 0
-        return BackwardTile(b, head, block, low, high - low, whole_from, whole_to, (lengths[0], lengths[1]), offset)
+        limits = low, high - low, whole_from, whole_to
+        return BackwardTile(b, head, block, other_block, *limits, (lengths[0], lengths[1]), offset)
+
+    @property
+    def rank(self):
+        """Number of the block of threads in its cluster."""
+        return lax.axis_index("rank") if self.geometry.is_paired else 0
 
     def head_and_block(self, tile, i):
         """Returns the query head and the block of queries of step `i` of a tile.
@@ -138,7 +152,8 @@ class BackwardRole:
 
     def part_of_dq(self, consumer):
         """Returns which 64 rows and which part of the columns of a block of dQ a consumer makes."""
-        return [consumer if count > 1 else 0 for count in self.geometry.parts]
+        rows, columns = self.geometry.parts
+        return [consumer if rows > 1 else 0, CONSUMERS * self.rank + consumer if columns > 1 else 0]
 
     def add_to_dq(self, consumer, b, head, block, piece) -> None:
         """Starts to add what a consumer staged, a piece of its part of dQ, to global memory."""
@@ -367,7 +382,11 @@ class BackwardConsumer(BackwardRole):
         (slab, part), ds_stage, halves = self.part_of_dq(self.index), self.ds_stage(step), self.geometry.block_kv // ROWS
         for half in range(halves):
             plgpu.wgmma(dq_acc, ds_stage.at[half, slab].T, self.memory["k"].at[half + hidden_zero(step, 2), part])
-        return halves
+        if not self.geometry.is_paired:
+            return halves
+        sync.await_peer(self.memory["arrivals"], step)
+        plgpu.wgmma(dq_acc, ds_stage.at[1, slab].T, self.memory["other_k"].at[self.index + hidden_zero(step, 2)])
+        return halves + 1
 
     def share(self, half, ds, step) -> None:
         """Stores the derivatives of scores for both consumers. `arrive` tells the other one.
@@ -377,24 +396,37 @@ class BackwardConsumer(BackwardRole):
         for slab in range(self.geometry.config.block_q // ROWS):
             self.ds_stage(step)[half, slab] = ds[:, slab * ROWS : (slab + 1) * ROWS]
         plgpu.commit_smem()
+        if self.geometry.is_paired:
+            transforms = tile_transforms(self.geometry.dtype)
+            sync.exchange_with_peer(self.memory["ds"], transforms, self.memory["arrivals"], 1 - self.rank, step)
 
     def ds_stage(self, step):
         """Returns the stage of the derivatives of a step's scores."""
         return self.memory["ds"].at[lax.rem(step, jnp.int32(DS_STAGES))]
 
+    def weights(self, step):
+        """Returns the place of the weights of a step, in shared memory.
+
+        In a cluster derivatives of scores take the place of the weights that they are made of.
+        """
+        return self.ds_stage(step).at[0, 0] if self.geometry.is_paired else self.memory["p"]
+
     def _step_done(self, consumer, step):
-        """Returns the barrier at which a consumer arrives in a step.
+        """Returns the barrier at which a consumer arrives in a step; in a cluster those of both blocks arrive at one.
 
         Steps have two in turn, as a consumer may arrive twice before the other one waits.
         """
-        return self.memory["step_done"].at[consumer * DS_STAGES + lax.rem(step, jnp.int32(DS_STAGES))]
+        stage = lax.rem(step, jnp.int32(DS_STAGES))
+        return self.memory["step_done"].at[stage if self.geometry.is_paired else consumer * DS_STAGES + stage]
 
     def arrive(self, step) -> None:
         """Says that the consumer has shared its derivatives of a step, and has read those of the step before."""
+        if self.geometry.is_paired:
+            sync.warpgroup_barrier()  # one thread arrives for all
         plgpu.barrier_arrive(self._step_done(self.index, step))
 
     def await_other(self, current) -> None:
-        """Waits until the other consumer has arrived in the step before.
+        """Waits until the other consumer has arrived in the step before; in a cluster, until all four have.
 
         The first step of a tile need not wait, as `_add_last` has waited.
         """
@@ -545,10 +577,11 @@ class WeightsConsumer(BackwardConsumer):
         memory, (dv_acc,) = self.memory, sums
         p, kept = pl.run_scoped(functools.partial(self._weigh, scores, current), plgpu.ACC(scores.shape, jnp.float32))
         plgpu.barrier_arrive(memory["q_empty"].at[current.stage])
-        memory["p"][...] = p
+        self.weights(current.index)[...] = p
         sync.named_barrier_arrive(jnp.int32(_WEIGHTS))
         plgpu.barrier_wait(memory["do_full"].at[current.stage_do])
-        self.await_other(current)
+        if not self.geometry.is_paired:  # or it has waited, before it wrote weights
+            self.await_other(current)
 
         def multiply(dq_acc):
             plgpu.wgmma(dv_acc, kept, memory["do"].at[current.stage_do])
@@ -571,8 +604,10 @@ class WeightsConsumer(BackwardConsumer):
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
         p, slope = scores.weights(s, lse, loaded, current)
         kept = where_kept(scores.kept(current), p).astype(geometry.dtype)
-        # Weights of the step before have been read.
-        pl.when(current.index > 0)(lambda: sync.named_barrier_sync(jnp.int32(_WEIGHTS_READ)))
+        if geometry.is_paired:
+            self.await_other(current)  # derivatives of the step before the last one have been read
+        else:  # weights of the step before have been read
+            pl.when(current.index > 0)(lambda: sync.named_barrier_sync(jnp.int32(_WEIGHTS_READ)))
         if geometry.passes_both:
             memory["p_of_bias"][...] = p.astype(geometry.dtype)
         return (p if slope is None else p * slope).astype(geometry.dtype), kept
@@ -595,12 +630,13 @@ class DerivativesConsumer(BackwardConsumer):
         if geometry.passes_both:
             p = plgpu.load(memory["p_of_bias"], layout=LAYOUT)
             scores.add_to_bias(p.astype(jnp.float32) * dp, current)
-        p = plgpu.load(memory["p"], layout=LAYOUT)
+        p = plgpu.load(self.weights(current.index), layout=LAYOUT)
         ds = p.astype(jnp.float32) * dp
         if not geometry.passes_both:
             scores.add_to_bias(ds, current)
         ds = lax.optimization_barrier(ds.astype(geometry.dtype))  # weights have been read
-        sync.named_barrier_arrive(jnp.int32(_WEIGHTS_READ))
+        if not geometry.is_paired:
+            sync.named_barrier_arrive(jnp.int32(_WEIGHTS_READ))
         self.await_other(current)
         self.share(0, ds, current.index)
 

@@ -30,6 +30,9 @@ class BackwardConfig:
     block_q: int  # queries of a step
     stages: tuple[int, int]  # blocks of queries, and of output cotangents, that shared memory has room for
     roles: bool = False  # the consumers share the 64 keys of a tile and compute different products; else each has 64 keys
+    # True if two blocks of threads, a cluster, share a tile where shared memory has room; only with `roles`. Each has 64 keys.
+    # They send each other the derivatives of their scores, and each makes half of the columns of dQ, for 128 keys.
+    pairs: bool = False
     pieces: int = 1  # pieces, one after the other, in which a consumer's part of dQ goes through shared memory
     # True if both consumers run one program, in which the number of the consumer is a variable; not with `roles`. Else each has
     # a program of its own, in which its number is a constant.
@@ -44,6 +47,7 @@ class BackwardConfig:
 #    64, 128 queries  64, 64   32, 32   32, 32  32  192; later 160            32    80     64   32      208
 #   128,  64 queries  32, 32   16, 16   64, 64  32  192; later 192            64    80     32   32      208
 #   256,  64 queries  32       16       128     64  192; 208 with P' or dS'   64    96     16   32  8   216
+#    of two blocks    32       16       128     32  192                       80    96     32   16      224
 #
 # P' and dS' have 16 bits; with a bias's derivative and a soft cap there are two P'. Registers for addresses, for limits, and
 # for lse and delta (16 each for 64 queries) come on top. A sum that starts with `-lse / scale` or `-delta` needs none for it.
@@ -53,8 +57,10 @@ _CONFIGS = {
     # One program would be lowered in 1.0 s in place of 1.4, and compiled in 1.9 s in place of 2.2. But it takes 1.02 of the
     # time at 4096 tokens and at 16384 causal ones (1.00 at 4096 causal; medians of four processes on two H200s).
     128: BackwardConfig(64, (3, 2)),
-    # dK and dV of 64 keys take all registers of two warpgroups.
-    256: BackwardConfig(64, (2, 1), roles=True, pieces=2),
+    # dK and dV of 64 keys take all registers of two warpgroups. A block that adds dQ of 64 keys keeps the way to the L2 cache
+    # busy for 90% of the time (lts__xbar2lts_cycles_active). Two blocks add it once, and take 2480 us where single ones take
+    # 3258 us (4096 tokens, H100).
+    256: BackwardConfig(64, (2, 1), roles=True, pairs=True, pieces=2),
 }
 
 
@@ -81,15 +87,17 @@ class BackwardGeometry(AttentionGeometry):
     # These follow from the others.
     lengths: tuple[int, int] = field(init=False)  # T and S: numbers of queries and keys
     heads_per_key_head: int = field(init=False)  # query heads that share a key head
-    block_kv: int = field(init=False)  # keys of a tile
+    block_kv: int = field(init=False)  # keys of a tile that a block of threads has
     blocks_q: int = field(init=False)
     blocks_kv: int = field(init=False)
+    tiles_of_head: int = field(init=False)  # tiles of a key head
     parts: tuple[int, int] = field(init=False)  # parts of dQ's rows and of its columns that the consumers share
     part_size: int = field(init=False)  # columns of dQ that a consumer makes
     is_ragged: bool = field(init=False)  # the last block of keys has rows behind the last key
     # True if the sums of products start with what is subtracted from them, because nothing comes between: the sum of S' with
     # `-lse / scale`, the sum of dP' with `-delta`. Neither is in registers then, and one operation for each score is less.
     is_seeded: bool = field(init=False)
+    is_paired: bool = field(init=False)  # two blocks of threads share a tile
     # True if weights pass from one consumer to the other both with the derivative of the soft cap and without.
     passes_both: bool = field(init=False)
 
@@ -97,7 +105,10 @@ class BackwardGeometry(AttentionGeometry):
         (length, heads, _), (keys, key_heads, _), config = self.query, self.key, self.config
         block_kv = ROWS if config.roles else ROWS * CONSUMERS
         blocks_kv = pl.cdiv(keys, block_kv)
-        parts = config.block_q // ROWS, CONSUMERS * ROWS // config.block_q
+        # Beside all that two blocks exchange there is no room for tickets, or for weights that the bias's derivative needs.
+        is_paired = config.pairs and not (self.is_deterministic or self.is_varying or self.adds_bias)
+        cluster = 2 if is_paired else 1
+        parts = config.block_q // ROWS, cluster * CONSUMERS * ROWS // config.block_q
         is_plain = self.soft_cap is None and not {"bias", "seeds"} & self.names
         passes_both = config.roles and self.adds_bias and self.soft_cap is not None
         self._derive(
@@ -106,14 +117,17 @@ class BackwardGeometry(AttentionGeometry):
             block_kv=block_kv,
             blocks_q=pl.cdiv(length, config.block_q),
             blocks_kv=blocks_kv,
+            tiles_of_head=pl.cdiv(blocks_kv, cluster),
             parts=parts,
             part_size=self.size // parts[1],
-            is_ragged=keys % block_kv != 0,
+            is_ragged=keys % (cluster * block_kv) != 0,
             is_seeded=is_plain and not config.roles and self.scale > _LEAST_SEEDED,
+            is_paired=is_paired,
             passes_both=passes_both,
             # Those of turns are taken in order of arrival. With `passes_both` shared memory has no room for tickets.
             by_ticket=self.is_deterministic or (self.is_varying and not passes_both),
-            n_tiles=math.prod(self.batch) * key_heads * blocks_kv,
+            n_tiles=math.prod(self.batch) * key_heads * pl.cdiv(blocks_kv, cluster),
+            cluster=cluster,
         )
 
     def describe(self) -> str:
@@ -121,11 +135,12 @@ class BackwardGeometry(AttentionGeometry):
         config = self.config
         work = "one makes dV, the other dK" if config.roles else "each with half of the keys"
         parts = [
-            f"tiles of {self.block_kv} keys by {config.block_q} queries",
+            f"tiles of {(1 + self.is_paired) * self.block_kv} keys by {config.block_q} queries",
             f"{config.stages[0]} stages of queries",
             f"{config.stages[1]} of output cotangents",
             f"{CONSUMERS} consumer warpgroups, {work}",
         ]
+        parts += ["two blocks of threads share a tile"] if self.is_paired else []
         parts += ["dQ added in the order of turns"] if self.is_deterministic else []
         return ", ".join(parts)
 
@@ -156,6 +171,16 @@ class BackwardGeometry(AttentionGeometry):
             whole_to = minimum(whole_to, divide(maximum(from_query + left + 1, 0), step))
         is_key, is_whole = minimum(maximum(keys - first, 0), 1), minimum(maximum(keys - last, 0), 1)
         return low, high * is_key, whole_from, whole_to * is_whole
+
+    def visited(self, tile: Any, arithmetic: Arithmetic) -> tuple[Any, Any]:
+        """Returns the first block of queries that a tile visits, and the one behind the last: all that some of its keys see.
+
+        `tile` is its number among those of a key head.
+        """
+        if not self.is_paired:
+            return self.span(tile, arithmetic)[:2]
+        (low, high, *_), (other_low, other_high, *_) = (self.span(2 * tile + i, arithmetic) for i in range(2))
+        return arithmetic.minimum(low, other_low), arithmetic.maximum(high, other_high)
 
     def spans(self, operands: Mapping[str, jax.Array], seen: jax.Array | None) -> jax.Array:
         """Computes the `span` of every block of keys from lengths, segments and `seen`: int32 `[*batch, blocks_kv, 4]`.
@@ -202,9 +227,9 @@ class BackwardGeometry(AttentionGeometry):
         return (lse if "bias" in self.names else lse * LOG2E), delta
 
     def costs(self) -> tuple[int, ...]:
-        """Counts the steps of each block of keys, or says 1 for all where only then tiles come in the order of turns."""
-        spans = (self.span(block, HOST) for block in range(self.blocks_kv))
-        costs = tuple(self.heads_per_key_head * max(high - low, 0) for low, high, *_ in spans)
+        """Counts the steps of each tile, or says 1 for all where only then tiles come in the order of turns."""
+        spans = (self.visited(tile, HOST) for tile in range(self.tiles_of_head))
+        costs = tuple(self.heads_per_key_head * max(high - low, 0) for low, high in spans)
         is_other_order = self.is_deterministic and any(a < b for a, b in itertools.pairwise(costs))
         return (1,) * len(costs) if is_other_order else costs
 
@@ -225,15 +250,22 @@ class BackwardGeometry(AttentionGeometry):
         """Describes what is in shared memory. A barrier is full when copies have landed, and empty when all have read them."""
         config, size, halves = self.config, self.size, self.block_kv // ROWS
         stages, stages_do = config.stages
-        memory: dict[str, Any] = {"p": self._tiles(ROWS, config.block_q)} if config.roles else {}
+        memory: dict[str, Any] = {"p": self._tiles(ROWS, config.block_q)} if config.roles and not self.is_paired else {}
         if self.passes_both:
             memory["p_of_bias"] = memory["p"]
         if self.by_ticket:
             listeners = CONSUMERS + ADDERS * self.is_deterministic
             memory |= schedule.ticket_memory(1, listeners, in_order=self.is_deterministic)
         lines = {"q_lse": stages, "do_delta": stages_do}
-        if self.is_deterministic:  # one array for both: each array starts at a multiple of 1 KiB, and there is no room for two
+        # One array for both: each array starts at a multiple of 1 KiB, and there is no room for two.
+        if self.is_deterministic or self.is_paired:
             lines = {"lines": stages + stages_do}
+        if self.is_paired:
+            memory |= {"other_k": self._tiles(CONSUMERS, ROWS, self.part_size), "arrivals": plgpu.SMEM((2, 2), jnp.int32)}
+            step_done = plgpu.ClusterBarrier(collective_axes=("rank",), num_arrivals=CONSUMERS, num_barriers=DS_STAGES)
+        else:
+            step_done = plgpu.Barrier(num_barriers=CONSUMERS * DS_STAGES)
+        if self.is_deterministic:
             memory |= {
                 "sums_full": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=ADDERS),
                 "sums_empty": plgpu.Barrier(num_arrivals=1),
@@ -244,12 +276,12 @@ class BackwardGeometry(AttentionGeometry):
             "v": self._tiles(halves, ROWS, size),
             "q": self._tiles(stages, config.block_q, size),
             "do": self._tiles(stages_do, config.block_q, size),
-            "ds": self._tiles(DS_STAGES, halves, config.block_q // ROWS, ROWS, ROWS),
+            "ds": self._tiles(DS_STAGES, (1 + self.is_paired) * halves, config.block_q // ROWS, ROWS, ROWS),
             "sums": self._tiles(CONSUMERS, ROWS, self.part_size // config.pieces, dtype=jnp.float32),
-            "k_full": plgpu.Barrier(num_arrivals=halves * self.parts[1]),
+            "k_full": plgpu.Barrier(num_arrivals=halves * self.parts[1] + CONSUMERS * self.is_paired),
             "v_full": plgpu.Barrier(num_arrivals=halves),
             "kv_empty": plgpu.Barrier(num_arrivals=CONSUMERS),
-            "step_done": plgpu.Barrier(num_barriers=CONSUMERS * DS_STAGES),
+            "step_done": step_done,
             "q_full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             "do_full": plgpu.Barrier(num_barriers=stages_do),
             "delta_full": plgpu.Barrier(num_barriers=stages_do),
@@ -260,8 +292,12 @@ class BackwardGeometry(AttentionGeometry):
     def _tiles(self, *shape: int, dtype: Any = None):
         """Describes an array in tiles as the tensor cores read them, and TMA writes them."""
         dtype = dtype or self.dtype
-        tiling = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))
-        return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(128)))
+        return plgpu.SMEM(shape, dtype, transforms=tile_transforms(dtype))
+
+
+def tile_transforms(dtype: Any) -> tuple[Any, ...]:
+    """Returns the transforms of an array in shared memory that tensor cores read."""
+    return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
 
 
 def shape_backward(
