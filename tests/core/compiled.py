@@ -210,7 +210,8 @@ def _forward(dtype, size, value_size, feature, kind, counts, byte) -> Iterator[C
         return
     name, params = f"{dtype} {size}x{value_size} {kind} {byte or ''} {feature}", PARAMS | options | {"return_lse": True}
     yield from _attention(name, ATTENTION, params, dtype, given)
-    if kind == "many" and feature in ("plain", "causal", "everything") and dtype != "float32":
+    is_of_ring = kind == ("many that share" if dtype == "float32" else "many")
+    if is_of_ring and feature in ("plain", "causal", "everything"):
         heads, length, _ = lengths
         of_ring = given | {"initial_out": shaped(B, length, heads, value_size), "initial_lse": shaped(B, heads, length)}
         step = params | {"is_partial": True}
