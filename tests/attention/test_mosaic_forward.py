@@ -8,6 +8,7 @@ import itertools
 import math
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +24,14 @@ from jax.sharding import AbstractMesh, AxisType
 from jaxsoftmax import explain
 from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.target import HOPPER
-from jaxsoftmax._gpu import schedule
+from jaxsoftmax._gpu import schedule, wgmma
+from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax.ops.attention import dropout, key_blocks, primitive
 from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
-from jaxsoftmax.ops.attention.mosaic_sm90 import common, forward
+from jaxsoftmax.ops.attention.mosaic_sm90 import common, forward, forward_plan
 from jaxsoftmax.ops.attention.mosaic_sm90.backward import BackwardPlan
 from jaxsoftmax.ops.attention.mosaic_sm90.common import HOST, ROWS, GlobalOperand, batch_index
-from jaxsoftmax.ops.attention.mosaic_sm90.forward_formats import load_page_numbers
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_formats import TermSlots, load_page_numbers, split_terms
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_pipeline import ForwardScores
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import (
     FoldedRows,
@@ -42,7 +44,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import (
 )
 from jaxsoftmax.ops.attention.mosaic_sm90.standalone import standalone_attention
 
-from ..support import cases, kernels, oracle
+from ..support import cases, kernels, oracle, xla_cuda
 from ..support.attention import oracle as attention_oracle
 from ..support.attention import values
 from ..support.attention.lowering import (
@@ -69,6 +71,7 @@ from ..support.attention.lowering import (
     window_sees,
     with_features,
 )
+from ..support.emulator import emulated
 
 # Lowered for CUDA. A feature is what it adds to operands, by batch, heads and lengths, and options.
 
@@ -102,13 +105,17 @@ def test_every_feature_lowers_for_cuda(features, lengths):
 
 @pytest.mark.parametrize(
     "features",
-    [SEVERAL[1], *(pytest.param((feature,), marks=pytest.mark.slow) for feature in FEATURES)],
+    [*SEVERAL[:2], *(pytest.param((feature,), marks=pytest.mark.slow) for feature in FEATURES)],
     ids=" + ".join,
 )
-def test_every_feature_lowers_for_cuda_in_float32(features):
+@pytest.mark.parametrize("least", [1, 10**9], ids=["split before", "split in the kernel"])
+def test_every_feature_lowers_for_cuda_in_float32(features, least, monkeypatch):
+    monkeypatch.setattr(forward_plan, "LEAST_ROWS_TO_SPLIT", least)
     index = list(FEATURES).index(features[0])
     given, options = with_features(features, SIZES_OF_FLOAT32[index % 3], [*LENGTHS.values()][index % 2], "float32")
     lower(given, **options)
+    (decision,) = explain(lambda given: forced(**given, **options), given, platform="cuda")
+    assert ("split before" in decision.plan) == (least == 1)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +142,8 @@ def test_every_configuration_is_that_of_a_size_that_is_lowered(dtype):
     lowered = SIZES_OF_FLOAT32 if dtype == "float32" else [*SIZES, *LARGE_SIZES]
 
     def configs(pairs):
-        return {forward_config(*pair, window, dtype, guesses=dtype == "bfloat16") for pair in pairs for window in windows}
+        options = [{"guesses": dtype == "bfloat16"}, {"copies_terms": dtype == "float32"}]
+        return {forward_config(*pair, window, dtype, **more) for pair in pairs for window in windows for more in options}
 
     assert configs(itertools.product(every, every)) == configs(lowered)
 
@@ -144,10 +152,93 @@ def test_every_configuration_is_that_of_a_size_that_is_lowered(dtype):
 def test_the_registers_of_every_configuration_fit(dtype):
     every = range(8, mosaic.MAX_HEAD_SIZE[dtype] + 1, 8)
     for sizes in itertools.product(every, every):
-        config, (size, value_size) = forward_config(*sizes, dtype=dtype), sizes_on_chip(*sizes)
-        assert config.has_terms == (dtype == "float32")
-        assert config.own_output or size >= value_size  # the output is in the place of the queries
-        assert_registers_fit(config)
+        size, value_size = sizes_on_chip(*sizes)
+        for copies_terms in (False, True):
+            config = forward_config(*sizes, dtype=dtype, copies_terms=copies_terms)
+            assert (config.has_terms, config.copies_terms) == (dtype == "float32", dtype == "float32" and copies_terms)
+            assert config.own_output or size >= value_size  # the output is in the place of the queries
+            assert_registers_fit(config)
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "window", "expected"),
+    [
+        (1024, 1, (None, None), True),
+        (1023, 1, (None, None), False),
+        (256, 4, (None, None), True),
+        (2047, 1, (None, 0), False),
+        (2048, 1, (None, 0), True),
+        (2048, 1, (0, None), True),
+        (9999, 1, (1000, 22), False),
+        (9999, 1, (1000, 23), True),
+        (9999, 8, (1000, 0), True),
+    ],
+)
+def test_keys_that_many_rows_see_are_split_before(length, heads, window, expected):
+    given = operands((), length, 9999, heads, 1, 128, dtype="float32")
+    plan = make_plan(primitive.ATTENTION, given, window=window)
+    assert plan.geometry.config.copies_terms == expected
+    in_16_bits = make_plan(primitive.ATTENTION, operands((), length, 9999, heads, 1, 128), window=window)
+    assert not in_16_bits.geometry.config.copies_terms
+
+
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_terms_of_float32(is_jitted):
+    x = np.random.default_rng(0).standard_normal((2, 13, 3, 50)).astype(np.float32)
+    x[0, 0, 0, :6] = 0, 2.0**-140, 3.38e38, 3.4e38, np.inf, np.nan
+    of_64 = functools.partial(split_terms, size=64)
+    terms = (jax.jit(of_64) if is_jitted else of_64)(x)
+    assert [(term.shape, term.dtype) for term in terms] == [((2, 16, 3, 64), jnp.bfloat16)] * 2
+    high, low = (oracle.to64(term) for term in terms)
+    with np.errstate(invalid="ignore"):  # infinity and minus infinity
+        kept = (high + low)[:, :13, :, :50]
+    assert np.all(np.isnan(kept[0, 0, 0, 3:6]))  # no bfloat16 is as large as 3.4e38
+    kept[0, 0, 0, 3:6] = x[0, 0, 0, 3:6] = 0
+    np.testing.assert_allclose(kept, x, rtol=2**-17, atol=2**-133)
+    assert np.count_nonzero(low) > 0.9 * x.size
+    for term in (high, low):
+        assert not term[:, 13:].any()
+        assert not term[..., 50:].any()
+
+
+@pytest.mark.parametrize("size", [64, 50])
+@pytest.mark.parametrize("register_terms", [0, 1])
+def test_consumers_split_their_queries(register_terms, size):
+    """Both terms of 128 rows of a head, from a slot or from registers; rows and columns beyond the ends are 0."""
+    shape = 2, 200, 3, size
+    plan = make_plan(primitive.ATTENTION, operands((2,), 200, 2048, 3, 3, size, dtype="float32"), window=(None, None))
+    config = forward_config(size, size, dtype="float32", copies_terms=True)
+    geometry = replace(plan.geometry, config=replace(config, register_terms=register_terms))
+    tile = SimpleNamespace(b=1, head=2)
+
+    def body(query, *results, **memory):
+        index = lax.axis_index("wg")
+        consumer = SimpleNamespace(index=index, operands={"query": GlobalOperand(batch_index((2,), (2,)), ref=query)})
+        slots = TermSlots(geometry, memory)
+        terms = slots.take_queries(consumer, tile, 128 + index * ROWS)
+        assert len(terms) == register_terms
+        terms += [plgpu.load(slot, layout=plgpu.Layout.WGMMA, optimized=False) for slot in slots.slabs("q", index)]
+        for result, term in zip(results, terms, strict=True):
+            wgmma.store_product(result, index * ROWS, 0, (ROWS, 64), term)
+
+    def split(query):
+        options = {"num_threads": 2, "thread_name": "wg", "kernel_name": "split_mosaic"}
+        types = [jax.ShapeDtypeStruct((2 * ROWS, 64), jnp.bfloat16)] * 2
+        return kernel_of(body, out_type=types, scratch_types={"q": geometry.scratch()["q"]}, **options)(query)
+
+    query = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    found = emulated(split, query.reshape(400, 3 * size), kernels=["split_mosaic"])
+    rows = np.pad(query[1, 128:, 2], ((0, 56), (0, 0)))
+    for term, expected in zip(found, split_terms(jnp.asarray(rows[:, None]), 64), strict=True):
+        np.testing.assert_array_equal(term, expected[:, 0])
+
+
+def test_xla_splits_in_one_program_and_keeps_the_low_term():
+    if isinstance(reason := xla_cuda.sharding(), str):
+        pytest.skip(reason)
+    hlo = xla_cuda.compiled(functools.partial(split_terms, size=64), shaped(2, 300, 4, 50, dtype="float32"))
+    assert len(re.findall(r" fusion\(", hlo)) == 1
+    assert "reduce-precision" in hlo
 
 
 # Shared memory.
@@ -966,6 +1057,17 @@ def test_rows_that_go_on_from_other_keys_are_within_the_budget_of_all(dtype, siz
     wanted = ("query", "key", "value") if has_gradients else ()
     target, has_offset = replace(HOPPER, multiprocessors=multiprocessors), multiprocessors == 2
     values.check_parts("mosaic", mosaic, given, soft_cap, wanted=wanted, has_offset=has_offset, target=target)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("multiprocessors", [132, 2])
+@pytest.mark.parametrize(("size", "value_size"), [(64, 64), (128, 128), (36, 33)])
+def test_rows_go_on_from_other_keys_that_are_split_before(size, value_size, multiprocessors, monkeypatch):
+    monkeypatch.setattr(forward_plan, "LEAST_ROWS_TO_SPLIT", 1)
+    given = values.arrays(length=130, keys=231, size=size, value_size=value_size)
+    target, has_offset = replace(HOPPER, multiprocessors=multiprocessors), multiprocessors == 2
+    values.check_parts("mosaic", mosaic, given, None, wanted=(), has_offset=has_offset, target=target)
 
 
 @pytest.mark.gpu

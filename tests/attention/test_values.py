@@ -19,6 +19,7 @@ from jaxsoftmax import explain
 from jaxsoftmax._core.target import lowering_for, of_capability
 from jaxsoftmax._gpu import schedule as kernel_tiles
 from jaxsoftmax.ops.attention import dropout, primitive, xla
+from jaxsoftmax.ops.attention.mosaic_sm90 import forward_plan
 
 from ..support import cases, kernels, oracle
 from ..support.attention import oracle as attention_oracle
@@ -320,6 +321,40 @@ EACH_KIND_OF_FLOAT32 += ["bias of the least number", "one key ahead by 13", "not
 def test_one_of_each_kind(name, kind, dtype):
     with kernels.target(multiprocessors=3):  # so that each works through many tiles
         check_in_shape(name, kind, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("multiprocessors", [132, 3])
+@pytest.mark.parametrize("kind", [kind for kind in EACH_KIND_OF_FLOAT32 if kind != "1 and 1"])  # one query is for decoding
+def test_native_keys_and_values_that_are_split_before(kind, multiprocessors, monkeypatch):
+    monkeypatch.setattr(forward_plan, "LEAST_ROWS_TO_SPLIT", 1)
+    given, options = IN_SHAPES[kind]("float32")
+    moving, fixed = split(given)
+    (decision,) = explain(function(options, fixed, "mosaic"), moving)
+    assert "split before" in decision.plan
+    with kernels.target(multiprocessors=multiprocessors):
+        check_in_shape("mosaic", kind, "float32")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+def test_native_infinite_and_huge_operands_give_nan_in_their_rows_alone(monkeypatch):
+    """An operand that no bfloat16 is as large as has no low term: see docs/numerics.md."""
+    found = []
+    for least in (1, 10**9):
+        monkeypatch.setattr(forward_plan, "LEAST_ROWS_TO_SPLIT", least)
+        given = arrays(length=200, keys=200, size=64)
+        given["query"][0, 3, 0, 5], given["query"][1, 150, 1, 0] = np.inf, 3.4e38
+        given["value"][1, 7, 0, 2] = np.inf
+        found.append(jax.jit(function({}, {}, "mosaic"))(given))
+    for result, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(np.isnan(result), np.isnan(other))
+    out, lse = map(np.asarray, found[0])
+    is_wrong = np.zeros(out.shape, bool)
+    is_wrong[0, 3, 0], is_wrong[1, 150, 1], is_wrong[1, :, :2, 2] = True, True, True
+    np.testing.assert_array_equal(np.isnan(out), is_wrong)
+    assert np.count_nonzero(np.isnan(lse)) == 2
 
 
 # What nobody sees may hold anything.

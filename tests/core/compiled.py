@@ -107,7 +107,9 @@ FEATURES["what tiles depend on"] = lambda *sizes: {
 OPTIONS = {"window": (None, None), "soft_cap": None, "dropout_rate": 0.0, "scale": 0.125}
 PADDED = {64: 40, 128: 80, 192: 136, 256: 200}  # a head size that is padded to each of those on chip
 LARGE = [(512, 512), (440, 440), (384, 384), (320, 512), (512, 64), (64, 512), (200, 512)]  # of queries and keys, and of values
-QUERIES = {"many": (300, 4, 2), "one": (1, 8, 2), "few in place": (16, 12, 3), "few": (16, 15, 3), "few of 3 tiles": (48, 8, 2)}
+# Queries, and query and key heads. With those of "many that share", float32 keys and values are split before.
+QUERIES = {"many": (300, 4, 2), "many that share": (300, 32, 2), "one": (1, 8, 2)}
+QUERIES |= {"few in place": (16, 12, 3), "few": (16, 15, 3), "few of 3 tiles": (48, 8, 2)}
 
 
 def attention_cases() -> Iterator[Case]:
@@ -120,12 +122,15 @@ def attention_cases() -> Iterator[Case]:
         few = ("plain", "what tiles depend on", "everything", "everything but dropout")
         features = FEATURES if size == value_size and dtype != "float16" else few  # whose code is that of bfloat16
         for feature, (kind, counts) in itertools.product(features, QUERIES.items()):
+            is_many = kind.startswith("many")
+            if kind == "many that share" and dtype != "float32":
+                continue
             for byte in (None, "int8", "float8_e4m3fn"):
-                if byte and (kind == "many" or dtype == "float32" or (size != value_size and byte != "int8")):
+                if byte and (is_many or dtype == "float32" or (size != value_size and byte != "int8")):
                     continue
-                if kind == "many" and feature == "everything but dropout":
+                if is_many and feature == "everything but dropout":
                     continue
-                if kind != "many" and feature not in few and (kind, byte) != ("few in place", None):
+                if not is_many and feature not in few and (kind, byte) != ("few in place", None):
                     continue
                 yield from _forward(dtype, size, value_size, feature, kind, counts, byte)
         if dtype == "float32":
@@ -137,7 +142,7 @@ def attention_cases() -> Iterator[Case]:
         ("bfloat16", "float16"), decode.PAGE_SIZES, (None, "int8", "float8_e4m3fn"), (64, 128, 192, 256, 512)
     )
     for (dtype, page, byte, size), (kind, counts) in itertools.product(pages, QUERIES.items()):
-        if kind != "many" and (dtype == "bfloat16" or page == 16):
+        if not kind.startswith("many") and (dtype == "bfloat16" or page == 16):
             yield from _paged(dtype, page, byte, size, kind, counts)
 
 
@@ -199,13 +204,14 @@ def _forward(dtype, size, value_size, feature, kind, counts, byte) -> Iterator[C
     given, lengths = _qkv(dtype, size, value_size, counts, byte)
     more, options = _split(FEATURES[feature](*lengths))
     given |= more
-    if kind != "many" and options["dropout_rate"]:
+    if not kind.startswith("many") and options["dropout_rate"]:
         return
     if byte and not decode.serves_as_stored(*(given[name] for name in ("query", "key", "value"))):
         return
     name, params = f"{dtype} {size}x{value_size} {kind} {byte or ''} {feature}", PARAMS | options | {"return_lse": True}
     yield from _attention(name, ATTENTION, params, dtype, given)
-    if kind == "many" and feature in ("plain", "causal", "everything") and dtype != "float32":
+    is_of_ring = kind == ("many that share" if dtype == "float32" else "many")
+    if is_of_ring and feature in ("plain", "causal", "everything"):
         heads, length, _ = lengths
         of_ring = given | {"initial_out": shaped(B, length, heads, value_size), "initial_lse": shaped(B, heads, length)}
         step = params | {"is_partial": True}

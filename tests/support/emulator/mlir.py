@@ -496,17 +496,17 @@ class _Translation:
         return found
 
     def _nvvm_ldmatrix(self, op, address):
-        assert ir.IntegerAttr(op.attributes["num"]).value == 1, op
         assert "row" in str(op.attributes["layout"]), op
-        found = self.program.slot(np.uint32)
-        self.program.do(_load_matrix, found, program.MACHINE, address)
+        found = []
+        for number in range(ir.IntegerAttr(op.attributes["num"]).value):
+            found.append(self.program.slot(np.uint32))
+            self.program.do(functools.partial(_load_matrix, number=number), found[-1], program.MACHINE, address)
         self.program.converge()
-        return found
+        return tuple(found) if len(found) > 1 else found[0]
 
     def _nvvm_stmatrix(self, op, address, *words):
-        assert len(words) == 1, op
         assert "row" in str(op.attributes["layout"]), op
-        self.program.do(_store_matrix, (), program.MACHINE, address, *words)
+        self.program.do(_store_matrices, (), program.MACHINE, address, *words)
         self.program.converge()
 
     def _llvm_inline_asm(self, op, *operands):
@@ -518,20 +518,22 @@ class _Translation:
         return tuple(results) if str(result.type).startswith("!llvm.struct") else results[0] if results else None
 
 
-def _load_matrix(of: machine.Machine, address: Any) -> np.ndarray:
-    """Loads 8 rows of 16 bytes, at the addresses of the first 8 lanes: each lane gets two 16-bit elements."""
-    (words,) = of.load("shared", _places_of_matrix(of, address), 4, 1)
+def _load_matrix(of: machine.Machine, address: Any, number: int = 0) -> np.ndarray:
+    """Loads 8 rows of 16 bytes, at the addresses of the 8 lanes of a number: each lane gets two 16-bit elements."""
+    (words,) = of.load("shared", _places_of_matrix(of, address, number), 4, 1)
     return words
 
 
-def _store_matrix(of: machine.Machine, address: Any, word: Any) -> tuple[()]:
-    of.store("shared", _places_of_matrix(of, address), 4, [word])
+def _store_matrices(of: machine.Machine, address: Any, *words: Any) -> tuple[()]:
+    """Stores up to four such matrices. Each group of 8 lanes has the addresses of one."""
+    for number, word in enumerate(words):
+        of.store("shared", _places_of_matrix(of, address, number), 4, [word])
     return ()
 
 
-def _places_of_matrix(of: machine.Machine, address: Any) -> np.ndarray:
+def _places_of_matrix(of: machine.Machine, address: Any, number: int) -> np.ndarray:
     lanes = np.arange(of.now.size)
-    row = lanes // machine.WARP * machine.WARP + lanes % machine.WARP // 4
+    row = lanes // machine.WARP * machine.WARP + 8 * number + lanes % machine.WARP // 4
     return np.asarray(address)[row] + (lanes % 4 * 4).astype(np.asarray(address).dtype)
 
 

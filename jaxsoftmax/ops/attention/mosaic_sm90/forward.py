@@ -8,7 +8,8 @@ over to each other (ping-pong), so that one multiplies while another exponentiat
 maximum of their key block (`pays_to_guess` in `forward_plan`). Key blocks that all queries see are not masked. Tiles come in
 an order by which keys and values stay in the L2 cache and all blocks end at about the same time.
 
-Reads Q once and writes O and lse once; reads K and V, mostly from L2, once for each tile: `4 * T * S * H` operations a head.
+Reads Q once and writes O and lse once; reads K and V, mostly from L2, once for each tile: `4 * T * S * H` operations a head,
+three times as many in float32.
 Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608, section 3.
 
 This file has the launch and the division of work among warpgroups, `forward_pipeline` what these do, `forward_formats` how they
@@ -37,8 +38,10 @@ from jaxsoftmax.ops.attention.mosaic_sm90.forward_formats import (
     ByteCopies,
     PagedByteCopies,
     PagedCopies,
+    SplitCopies,
     TermCopies,
     TermSlots,
+    split_terms,
 )
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_pipeline import ForwardConsumer, ForwardProducer, ForwardSlots, TmaCopies
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardGeometry, ForwardTiles, HeadRows, make_tables
@@ -142,7 +145,14 @@ def _lay_out(geometry: ForwardGeometry, operands):
         for name in ("key_pages", "value_pages"):
             refs[name] = refs[name].reshape(-1, *refs[name].shape[2:])
     if geometry.config.has_terms:
-        for name, rows in (("query", geometry.rows), ("key", HeadRows()), ("value", HeadRows())):
+        matrices = {"query": geometry.rows}
+        if geometry.config.copies_terms:
+            for name, size in zip(("key", "value"), geometry.sizes, strict=True):
+                refs[name], refs[f"{name}_low"] = split_terms(refs[name], size)
+                records[f"{name}_low"] = records[name]
+        else:
+            matrices |= {"key": HeadRows(), "value": HeadRows()}
+        for name, rows in matrices.items():
             refs[name] = refs[name].reshape(rows.matrix_shape(refs[name].shape))
     if "initial_out" in operands:
         refs["initial_out"] = operands["initial_out"].reshape(-1, geometry.query[1] * geometry.value_size)
@@ -192,8 +202,10 @@ def _kernel(geometry: ForwardGeometry, records, waves, refs, results, **memory) 
 def _producers(geometry, operands, slots):
     """Lists what the warpgroups beside the consumers do with a tile."""
     plain, paged = (ByteCopies, PagedByteCopies) if geometry.config.byte_stages else (TmaCopies, PagedCopies)
-    kind = TermCopies if geometry.config.has_terms else plain if geometry.pages is None else paged
+    terms = SplitCopies if geometry.config.copies_terms else TermCopies
+    kind = terms if geometry.config.has_terms else plain if geometry.pages is None else paged
     copies, letters = kind(geometry, operands, slots), {1: ["kqv"], 2: ["kq", "v"]}[geometry.config.producers]
+    letters = ["kv"] if geometry.config.copies_terms else letters
     producers = [ForwardProducer(geometry, copies, copied) for copied in letters]
     converted = ("key", "value") if geometry.config.byte_stages else ()
     return producers + [ByteConverter(geometry, operands, slots, name) for name in converted]

@@ -1,7 +1,9 @@
 """Other operands than arrays of 16 bits in the forward kernel: keys and values in pages, float32, and 8 bits.
 
-In float32 each element is split into the sum of two terms of bfloat16. TMA cannot split: producers load rows to registers, with
-0 beyond the ends, so any length and head size is as good as another, and store both terms. The weights are split in registers,
+In float32 each element is split into the sum of two terms of bfloat16. If many rows see a key (`pays_to_split` in
+`forward_plan`), XLA splits keys and values before the kernel, and TMA copies the terms; consumers split their queries once for
+each tile. Otherwise producers load rows to registers, with 0 beyond the ends, so any length and head size is as good as
+another, and store both terms: again for each tile, which takes longer than the products. The weights are split in registers,
 and the output goes from registers to global memory.
 
 TMA copies keys and values of 8 bits as they are, to slots of bytes, from where converters write to the slots that the tensor
@@ -16,6 +18,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -78,8 +81,26 @@ class TermSlots(ForwardSlots):
     """
 
     def slabs(self, letter, slot):
-        """Lists the terms of a slot, the high one first."""
-        return [self.memory[letter].at[slot, term] for term in range(2)]
+        """Lists the terms of a slot, the high one first. Those of queries that are in registers have no slot."""
+        config = self.geometry.config
+        return [self.memory[letter].at[slot, term] for term in range(config.slot_terms if letter == "q" else 2)]
+
+    def take_queries(self, consumer, tile, first):
+        """Waits until the queries of a consumer are there, or splits them if XLA split the keys.
+
+        Returns the terms that the consumer has in registers, the high one first. Two products of a step need not read that from
+        shared memory then, for which the tensor cores would wait: a product with 64 keys reads as many bytes of queries.
+        """
+        if not self.geometry.config.copies_terms:
+            return super().take_queries(consumer, tile, first)
+        shape = ROWS, self.geometry.sizes[0]
+        terms = wgmma.bfloat16_terms(load_rows(self.geometry, consumer.operands, "query", tile, tile.head, first, 0, shape))
+        slots = self.slabs("q", consumer.index)
+        in_registers = len(terms) - len(slots)
+        for slot, term in zip(slots, terms[in_registers:], strict=True):
+            slot[...] = term
+        plgpu.commit_smem()
+        return list(terms[:in_registers])
 
     def multiply_values(self, o_acc, weights, step):
         stage = self.stage(step)
@@ -95,30 +116,62 @@ class TermSlots(ForwardSlots):
         return wgmma.bfloat16_terms(weights)
 
 
+def load_rows(geometry: ForwardGeometry, operands: dict[str, GlobalOperand], name, tile, head, first, col, shape):
+    """Loads rows of a head from `first` on, and columns from `col` on, of an operand that is a matrix of rows."""
+    operand, (length, heads, _) = operands[name], geometry.query if name == "query" else geometry.key
+    entry = operand.index(tile.b)
+    if name == "query":
+        entry, head, heads = geometry.rows.in_matrix(entry, head, heads)
+    size = operand.ref.shape[1] // heads
+    limits = length - first, size - col
+    return wgmma.load_product(operand.ref, entry * length + first, head * size + col, limits, shape, varies=(True, True))
+
+
 @dataclass(frozen=True)
 class TermCopies(TmaCopies):
-    """Copies the terms of queries, keys and values to their slots by way of registers. Operands are matrices of rows."""
+    """Splits queries, keys and values, and copies the terms to their slots. Operands are matrices of rows."""
 
     def copy(self, name, slot, tile, first, rows, head, looked_up=()):
         del looked_up
-        operand, letter, memory = self.operands[name], name[0], self.slots.memory
-        length, heads, _ = self.geometry.query if name == "query" else self.geometry.key
-        entry = operand.index(tile.b)
-        if name == "query":
-            entry, head, heads = self.geometry.rows.in_matrix(entry, head, heads)
-        size = operand.ref.shape[1] // heads
+        letter, memory = name[0], self.slots.memory
+        size = self.geometry.query[2] if name != "value" else self.geometry.value_size
         for row in range(0, rows, ROWS):
             for col in range(0, size, SWIZZLED):
-                limits = length - first - row, size - col
-                start = entry * length + first + row
                 shape = ROWS, SWIZZLED
-                piece = wgmma.load_product(operand.ref, start, head * size + col, limits, shape, varies=(True, True))
+                piece = load_rows(self.geometry, self.operands, name, tile, head, first + row, col, shape)
                 if row == col == 0:
                     plgpu.barrier_wait(memory[f"{letter}_empty"].at[slot])  # behind the first load, as loads take long
                 for term, value in zip(self.slots.slabs(letter, slot), wgmma.bfloat16_terms(piece), strict=True):
                     term[row : row + ROWS, col : col + SWIZZLED] = value
         plgpu.commit_smem()
         plgpu.barrier_arrive(memory[f"{letter}_full"].at[slot])
+
+
+@dataclass(frozen=True)
+class SplitCopies(TmaCopies):
+    """Copies the terms that XLA made of keys and values to their slots by TMA: see `split_terms`."""
+
+    def copy(self, name, slot, tile, first, rows, head, looked_up=()):
+        del looked_up
+        letter, memory = name[0], self.slots.memory
+        plgpu.barrier_wait(memory[f"{letter}_empty"].at[slot])
+        for term, part in zip(self.slots.slabs(letter, slot), (name, f"{name}_low"), strict=True):
+            operand = self.operands[part]
+            source = operand.ref.at[operand.index(tile.b)].at[pl.ds(first, rows), head, pl.ds(0, term.shape[1])]
+            plgpu.copy_gmem_to_smem(source, term, memory[f"{letter}_full"].at[slot])
+
+
+def split_terms(array: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """Splits float32 keys or values `[..., keys, heads, head size]` into two terms of bfloat16, with `size` columns.
+
+    TMA copies whole tiles of 8 rows: there are more keys, all 0, if their number is no multiple of 8. XLA computes both terms
+    in one kernel.
+    """
+    rest = [(0, -array.shape[-3] % 8), (0, 0), (0, size - array.shape[-1])]
+    array = jnp.pad(array, [(0, 0)] * (array.ndim - 3) + rest)
+    # Not two casts, which XLA takes for the number that was cast: the low term would be 0.
+    high = lax.reduce_precision(array, exponent_bits=8, mantissa_bits=7)
+    return high.astype(jnp.bfloat16), (array - high).astype(jnp.bfloat16)
 
 
 @dataclass(frozen=True)

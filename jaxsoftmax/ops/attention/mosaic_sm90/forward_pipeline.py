@@ -104,15 +104,22 @@ class ForwardSlots:
             if slab in slabs:
                 copy(pl.ds(column + slab * memory.shape[1], memory.shape[1]), memory)
 
-    def multiply_keys(self, s_acc, consumer, step) -> None:
+    def take_queries(self, consumer: "ForwardConsumer", tile: ForwardTile, first) -> list[Any]:
+        """Waits until the queries of a consumer are there. Returns the left operands that it has in registers: none."""
+        del tile, first
+        plgpu.barrier_wait(self.memory["q_full"].at[consumer.index])
+        return []
+
+    def multiply_keys(self, s_acc, consumer, queries, step) -> None:
         """Starts S += Q K'. The keys of the step are there, or the first part of their columns.
 
-        A part is left when its product is done, except the last one: its slot is empty when S is.
+        A part is left when its product is done, except the last one: its slot is empty when S is. `queries` are what
+        `take_queries` returned.
         """
         memory, stage, parts = self.memory, self.stage(step), self.geometry.key_parts
         if parts > 1 or self.geometry.value_parts > 1:
             consumer = consumer + hidden_zero(step, 2)
-        pairs = list(self.pairs(self.slabs("q", consumer), self.slabs("k", stage)))
+        pairs = list(self.pairs([*queries, *self.slabs("q", consumer)], self.slabs("k", stage)))
         count = len(pairs) // parts
         for part in range(parts):
             if part:
@@ -386,7 +393,8 @@ class ForwardConsumer:
             for part in range(self.geometry.key_parts):
                 plgpu.barrier_arrive(memory["k_empty"].at[self.slots.key_part(stage, part)])
             plgpu.barrier_arrive(memory["v_empty"].at[stage])
-        plgpu.barrier_arrive(memory["q_empty"].at[self.index])
+        if not config.copies_terms:
+            plgpu.barrier_arrive(memory["q_empty"].at[self.index])
         if config.ping_pong:
             pl.when(self.index == config.consumers - 1)(lambda: sync.named_barrier_arrive(jnp.int32(_PING_PONG)))
 
@@ -487,8 +495,9 @@ class ForwardPipeline:
 
         # S = Q K' of the first key block.
         start, o = self._start()
-        plgpu.barrier_wait(memory["q_full"].at[consumer.index])
-        s, masks = pl.run_scoped(self._multiply_first, plgpu.ACC(scores.shape, jnp.float32))
+        queries = slots.take_queries(consumer, self.tile, self.first)
+        multiply_first = functools.partial(self._multiply_first, queries)
+        s, masks = pl.run_scoped(multiply_first, plgpu.ACC(scores.shape, jnp.float32))
         consumer.leave_keys(self.start)
         mask, following = (scores.packed(mask) for mask in masks)
 
@@ -504,10 +513,11 @@ class ForwardPipeline:
         # The other key blocks.
         is_banded = scores.is_banded and not geometry.hides_in_first_block_alone
         whole = consumer.tiles.seen_whole(self.tile, self.first, ROWS) if is_banded else None
-        m, d, weights, _ = lax.fori_loop(self.start + 1, self.end, functools.partial(self._step, whole, o_acc), carry)
+        push = functools.partial(self._step, whole, queries, o_acc)
+        m, d, weights, _ = lax.fori_loop(self.start + 1, self.end, push, carry)
 
         # O += P V of the last one, and the output.
-        if geometry.config.own_output:
+        if geometry.config.own_output and not geometry.config.copies_terms:
             plgpu.barrier_arrive(memory["q_empty"].at[consumer.index])
         last = self.end - 1
         slots.multiply_values(o_acc, weights, last)
@@ -515,21 +525,22 @@ class ForwardPipeline:
         plgpu.barrier_arrive(memory["v_empty"].at[slots.stage(last)])
         self._store(scores.with_sum(m, d, o))
 
-    def _multiply_first(self, s_acc):
+    def _multiply_first(self, queries, s_acc):
         """Returns the product of the first key block, and the masks of the first two."""
         consumer = self.consumer
         consumer.wait_for_keys(self.start)
         consumer.take_tensor_cores()
-        consumer.slots.multiply_keys(s_acc, consumer.index, self.start)
+        consumer.slots.multiply_keys(s_acc, consumer.index, queries, self.start)
         consumer.pass_tensor_cores()
         masks = [self.scores.load_mask(self.top - step, step < self.end) for step in (self.start, self.start + 1)]
         return s_acc[...], masks
 
-    def _step(self, whole, o_acc, step, carry):
+    def _step(self, whole, queries, o_acc, step, carry):
         """Pushes the key block of a step, while the values of the one before are multiplied.
 
-        `whole` are the key blocks that all rows see, the first one and the one behind the last; None if these are all. Masking
-        the others is a branch in the step: a loop for each kind of step would run equally fast and take longer to compile.
+        `queries` are those in registers. `whole` are the key blocks that all rows see, the first one and the one behind the
+        last; None if these are all. Masking the others is a branch in the step: a loop for each kind of step would run equally
+        fast and take longer to compile.
         """
         m, d, weights, mask = carry
         consumer, scores, slots = self.consumer, self.scores, self.consumer.slots
@@ -538,7 +549,7 @@ class ForwardPipeline:
 
         def multiply(s_acc):
             consumer.take_tensor_cores()
-            slots.multiply_keys(s_acc, consumer.index, step)
+            slots.multiply_keys(s_acc, consumer.index, queries, step)
             slots.multiply_values(o_acc, weights, step - 1)
             consumer.pass_tensor_cores()
             following = scores.load_mask(block - 1, step + 1 < self.end)
@@ -562,7 +573,7 @@ class ForwardPipeline:
         plgpu.barrier_arrive(memory["v_empty"].at[slots.stage(step - 1)])
         if scores.correction is Correction.FROM_PRODUCT:
             # Not before the wait: ptxas would let all products wait for each other.
-            result = self._corrected(m, d, result, functools.partial(self._multiply_again, step, mask, banded))
+            result = self._corrected(m, d, result, functools.partial(self._multiply_again, queries, step, mask, banded))
             consumer.leave_keys(step)
         m, d, factor, p = result
         o_acc[...] = wgmma.scale_rows(o, factor)
@@ -588,11 +599,11 @@ class ForwardPipeline:
         )
         return m, online.rescale_sum(d, factor) + wgmma.sum_in_threads(sums), factor, p
 
-    def _multiply_again(self, step, mask, banded):
+    def _multiply_again(self, queries, step, mask, banded):
         """Returns the scores of the key block of a step, whose keys are still there."""
 
         def multiply(s_acc):
-            self.consumer.slots.multiply_keys(s_acc, self.consumer.index, step)
+            self.consumer.slots.multiply_keys(s_acc, self.consumer.index, queries, step)
             return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
 
         s = pl.run_scoped(multiply, plgpu.ACC(self.scores.shape, jnp.float32))

@@ -31,6 +31,8 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
 # Number of int32 that each operand tells of a tile. With any of them only operands decide how long a tile takes, so blocks take
 # tickets. `query_offset` is an operand, as a cache grows from step to step.
 FACTS = {"query_lengths": 1, "key_lengths": 1, "query_offset": 1, "ranges": 4, "mask_reach": 2}
+CROWDING = {"bias", "mask", "seeds"}  # operands that leave consumers too few registers for some means
+LEAST_ROWS_TO_SPLIT = 1024  # rows that see a key, from which on float32 keys and values are split before the kernel
 WIDEST = 256  # columns of the output that a consumer has in registers, 128 of a thread
 
 
@@ -57,6 +59,9 @@ class ForwardConfig:
     registers: tuple[int, int] = (24, 240)  # of a thread of a producer, and of a consumer
     ping_pong: bool = True  # consumers take turns at the tensor cores, so that one multiplies while another exponentiates
     has_terms: bool = False  # operands are float32, each the sum of two terms; the output needs no shared memory then
+    # XLA splits keys and values into terms, which TMA copies, and consumers their queries. Else producers split what they copy.
+    copies_terms: bool = False
+    register_terms: int = 0  # terms of queries that consumers have in registers, the high one first
     producers: int = 1  # warpgroups that copy: one, or one for queries and keys and one for values
     byte_stages: int = 0  # key blocks of 8 bits, and value blocks, in shared memory; 0 if keys and values have more bits
     correction: Correction | None = None  # of guessed weights; None if maxima come first, and nothing is guessed
@@ -65,6 +70,11 @@ class ForwardConfig:
     def converters(self) -> int:
         """Number of warpgroups that convert 8 bits: one for keys and one for values, or none."""
         return 2 if self.byte_stages else 0
+
+    @property
+    def slot_terms(self) -> int:
+        """Number of terms of queries that are in shared memory."""
+        return 2 - self.register_terms
 
 
 @dataclass(frozen=True)
@@ -151,13 +161,29 @@ class Pages:
 
 
 def forward_config(
-    head_size: int, value_size: int, window: Any = (None, None), dtype: DTypeLike = jnp.bfloat16, guesses: bool = False
+    head_size: int,
+    value_size: int,
+    window: Any = (None, None),
+    dtype: DTypeLike = jnp.bfloat16,
+    guesses: bool = False,
+    copies_terms: bool = False,
+    is_crowded: bool = False,
 ) -> ForwardConfig:
     """Returns the configuration for head sizes, as measured on an H200: `benchmarks/results/h200/attention.csv`.
 
-    With `guesses`, consumers guess that maxima do not follow, except those of float32 and of two head sizes above 128.
+    Args:
+      head_size: head size of queries and keys.
+      value_size: head size of values.
+      window: numbers of keys before and after its own position that a query sees.
+      dtype: dtype of the queries.
+      guesses: consumers guess that maxima do not follow, except those of float32 and of two head sizes above 128.
+      copies_terms: XLA splits float32 keys and values into terms.
+      is_crowded: some of `CROWDING` are among the operands. Only float32 heeds it: the others do not guess then.
     """
     sizes = sizes_on_chip(head_size, value_size)
+    if jnp.dtype(dtype) == jnp.float32 and copies_terms:
+        block, stages = (128, 2) if max(sizes) <= 64 and not is_crowded else (64, 3)
+        return ForwardConfig(2, block, stages, has_terms=True, copies_terms=True, register_terms=1)
     if jnp.dtype(dtype) == jnp.float32:
         if max(sizes) <= 64:
             return ForwardConfig(3, 64, 3, registers=(72, 144), ping_pong=False, has_terms=True)
@@ -193,7 +219,21 @@ def pays_to_guess(types: Mapping[str, Any], window: Any) -> bool:
     """
     size, keys = types["query"].shape[-1], types["key"].shape[-3]
     is_short = size > 64 and window[1] is not None and keys <= 512
-    return types["query"].dtype == jnp.bfloat16 and not {"bias", "mask", "seeds"} & types.keys() and not is_short
+    return types["query"].dtype == jnp.bfloat16 and not CROWDING & types.keys() and not is_short
+
+
+def pays_to_split(types: Mapping[str, Any], window: Any) -> bool:
+    """Tells whether XLA should split float32 keys and values into terms, for operands of these types.
+
+    XLA reads and writes 8 bytes for each element: 4096 keys with as many queries take a twentieth of the time. It pays if many
+    rows see a key, as each tile would split it otherwise.
+    """
+    (length, heads, _), key_heads, (left, right) = types["query"].shape[-3:], types["key"].shape[-2], window
+    if left is not None and right is not None:
+        length = min(length, left + right + 1)
+    elif left is not None or right is not None:
+        length //= 2
+    return types["query"].dtype == jnp.float32 and length * heads // key_heads >= LEAST_ROWS_TO_SPLIT
 
 
 def padded(size: int) -> int:
@@ -303,6 +343,7 @@ class ForwardGeometry(AttentionGeometry):
         ]
         parts += ["each half of the values in its own tiles"] if self.value_parts > 1 else []
         parts += ["guessed maxima"] if config.correction is not None else []
+        parts += ["keys and values split before"] if config.copies_terms else []
         parts += [f"pages of {self.pages.size} keys"] if self.pages is not None else []
         parts += [f"{self.bytes_dtype} converted in shared memory"] if self.bytes_dtype is not None else []
         return ", ".join(parts)
@@ -356,6 +397,8 @@ class ForwardGeometry(AttentionGeometry):
         config = self.config
         (head_size, head_slabs), (value_size, value_slabs) = zip(self.sizes, self.slabs, strict=True)
         copies = [slabs * (1 if self.pages is None else self.pages.count_in_block(config.block_kv)) for slabs in self.slabs]
+        if config.copies_terms:
+            copies = [2, 2]
         key_slots = self.key_parts * config.stages
         memory: dict[str, Any] = {}
         if self.by_ticket:
@@ -368,23 +411,27 @@ class ForwardGeometry(AttentionGeometry):
                 memory[f"{letter}_bytes_full"] = plgpu.Barrier(num_arrivals=count, num_barriers=config.byte_stages)
                 memory[f"{letter}_bytes_empty"] = plgpu.Barrier(num_barriers=config.byte_stages)
             copies = [1, 1]
+        if not config.has_terms or config.slot_terms:
+            memory["q"] = self._slots(config.consumers, ROWS, head_size, head_slabs, box=self.rows.box, terms=config.slot_terms)
+        if not config.copies_terms:
+            memory["q_full"] = plgpu.Barrier(num_arrivals=head_slabs, num_barriers=config.consumers)
+            memory["q_empty"] = plgpu.Barrier(num_barriers=config.consumers)
         return memory | {
-            "q": self._slots(config.consumers, ROWS, head_size, head_slabs, box=self.rows.box),
             "k": self._slots(config.stages, config.block_kv, head_size, head_slabs),
-            "v": self._slots(config.stages, config.block_kv, value_size, value_slabs),
-            "q_full": plgpu.Barrier(num_arrivals=head_slabs, num_barriers=config.consumers),
-            "q_empty": plgpu.Barrier(num_barriers=config.consumers),
+            "v": self._slots(config.stages, config.block_kv, value_size, value_slabs, depth=config.block_kv),
             "k_full": plgpu.Barrier(num_arrivals=copies[0] // self.key_parts, num_barriers=key_slots),
             "v_full": plgpu.Barrier(num_arrivals=copies[1], num_barriers=config.stages),
             "k_empty": plgpu.Barrier(num_arrivals=config.consumers, num_barriers=key_slots),
             "v_empty": plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.stages),
         }
 
-    def _slots(self, n_stages, rows, size, slabs, dtype=None, box=None):
+    def _slots(self, n_stages, rows, size, slabs, dtype=None, box=None, terms=2, depth=SWIZZLED):
         """Describes the slot of one operand, in tiles as the tensor cores read them."""
         dtype, tiling = dtype or self.dtype, plgpu.TilingTransform((8, SWIZZLED))
         if self.config.has_terms:
-            return plgpu.SMEM((n_stages, 2, rows, size), jnp.bfloat16, transforms=(tiling, plgpu.SwizzleTransform(128)))
+            width = math.gcd(depth, SWIZZLED)  # a product takes as many rows of values at a time as a tile has columns
+            transforms = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)
+            return plgpu.SMEM((n_stages, terms, rows, size), jnp.bfloat16, transforms=transforms)
         swizzle = plgpu.SwizzleTransform(SWIZZLED * jnp.dtype(dtype).itemsize)
         if not self.is_ragged:
             shape = (n_stages, rows, size) if slabs == 1 else (n_stages, slabs, rows, size // slabs)
@@ -402,7 +449,8 @@ def shape_forward(types: Mapping[str, Any], target: Target, **options: Any) -> F
     """Shapes the kernel for operands of these types, by name; `options` are those of `AttentionProblem`."""
     query, value_size = types["query"], types["value"].shape[-1]
     window = options["window"]
-    config = forward_config(query.shape[-1], value_size, window, query.dtype, pays_to_guess(types, window))
+    pays = pays_to_guess(types, window), pays_to_split(types, window)
+    config = forward_config(query.shape[-1], value_size, window, query.dtype, *pays, bool(CROWDING & types.keys()))
     has_reach = "mask" in types and key_blocks.is_shared(types["mask"])
     shapes = shapes_of(types, target) | {"names": with_tables(types, has_reach)}
     return ForwardGeometry(**shapes, **options, value_size=value_size, config=config)
