@@ -34,6 +34,7 @@ from jaxsoftmax._gpu.emit import (
     i64,
     integer,
     load_words,
+    shared_address,
     thread,
     words_of,
 )
@@ -490,6 +491,23 @@ def _load_line(ref, first, limit, shape: tuple[int, int], *, axis: int) -> jax.A
 
 
 load_product_rows, load_product_cols = (functools.partial(_load_line, axis=axis) for axis in (0, 1))
+
+
+def load_along_rows(ref, shape: tuple[int, int]) -> jax.Array:
+    """Loads a product of `shape` whose rows are all the line `ref`, float32 `[shape[1]]` in shared memory.
+
+    A thread loads each pair twice, once for each of its rows. The registers are then those in which a sum of products starts,
+    and need not be moved.
+    """
+
+    def load(ref):
+        _, col = _product_position()
+        words, floats = (ir.VectorType.get((2,), kind) for kind in (integer(32), ir.F32Type.get()))
+        address = shared_address(ref, arith.muli(col, constant(4)))
+        columns = itertools.chain.from_iterable((column, column) for column in range(0, shape[1], 8))
+        return [vector.bitcast(floats, load_words(address, 4 * column, None, words, space="shared")) for column in columns]
+
+    return emit(load, ref, results=_kind(shape, jnp.float32))
 
 
 def store_product_rows(ref, first, limit, values: jax.Array) -> None:

@@ -163,14 +163,14 @@ def test_the_registers_of_every_configuration_fit(dtype):
 @pytest.mark.parametrize(
     ("length", "heads", "window", "expected"),
     [
-        (1024, 1, (None, None), True),
-        (1023, 1, (None, None), False),
-        (256, 4, (None, None), True),
-        (2047, 1, (None, 0), False),
-        (2048, 1, (None, 0), True),
-        (2048, 1, (0, None), True),
-        (9999, 1, (1000, 22), False),
-        (9999, 1, (1000, 23), True),
+        (640, 1, (None, None), True),
+        (639, 1, (None, None), False),
+        (160, 4, (None, None), True),
+        (1279, 1, (None, 0), False),
+        (1280, 1, (None, 0), True),
+        (1280, 1, (0, None), True),
+        (9999, 1, (600, 38), False),
+        (9999, 1, (600, 39), True),
         (9999, 8, (1000, 0), True),
     ],
 )
@@ -202,21 +202,20 @@ def test_terms_of_float32(is_jitted):
 
 
 @pytest.mark.parametrize("size", [64, 50])
-@pytest.mark.parametrize("register_terms", [0, 1])
-def test_consumers_split_their_queries(register_terms, size):
-    """Both terms of 128 rows of a head, from a slot or from registers; rows and columns beyond the ends are 0."""
+def test_consumers_split_their_queries(size, monkeypatch):
+    """Both terms of 128 rows of a head, one from a slot; rows and columns beyond the ends are 0."""
+    monkeypatch.setattr(forward_plan, "LEAST_ROWS_TO_SPLIT", 1)
     shape = 2, 200, 3, size
     plan = make_plan(primitive.ATTENTION, operands((2,), 200, 2048, 3, 3, size, dtype="float32"), window=(None, None))
-    config = forward_config(size, size, dtype="float32", copies_terms=True)
-    geometry = replace(plan.geometry, config=replace(config, register_terms=register_terms))
+    assert plan.geometry.config.copies_terms
     tile = SimpleNamespace(b=1, head=2)
 
     def body(query, *results, **memory):
         index = lax.axis_index("wg")
         consumer = SimpleNamespace(index=index, operands={"query": GlobalOperand(batch_index((2,), (2,)), ref=query)})
-        slots = TermSlots(geometry, memory)
+        slots = TermSlots(plan.geometry, memory)
         terms = slots.take_queries(consumer, tile, 128 + index * ROWS)
-        assert len(terms) == register_terms
+        assert len(terms) == 1
         terms += [plgpu.load(slot, layout=plgpu.Layout.WGMMA, optimized=False) for slot in slots.slabs("q", index)]
         for result, term in zip(results, terms, strict=True):
             wgmma.store_product(result, index * ROWS, 0, (ROWS, 64), term)
@@ -224,7 +223,7 @@ def test_consumers_split_their_queries(register_terms, size):
     def split(query):
         options = {"num_threads": 2, "thread_name": "wg", "kernel_name": "split_mosaic"}
         types = [jax.ShapeDtypeStruct((2 * ROWS, 64), jnp.bfloat16)] * 2
-        return kernel_of(body, out_type=types, scratch_types={"q": geometry.scratch()["q"]}, **options)(query)
+        return kernel_of(body, out_type=types, scratch_types={"q": plan.geometry.scratch()["q"]}, **options)(query)
 
     query = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     found = emulated(split, query.reshape(400, 3 * size), kernels=["split_mosaic"])

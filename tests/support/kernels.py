@@ -172,7 +172,7 @@ def named_barriers(module: Any) -> set[tuple[range, int]]:
         elif operation.name == "llvm.inline_asm":
             text = operation.attributes["asm_string"].value
             matches = _BARRIER.findall(text)
-            assert len(matches) == len(re.findall(r"(?<![\w.])bar(?:rier)?\.(?!warp)", text)), text
+            assert len(matches) == len(re.findall(r"(?<![\w.])bar(?:rier)?\.(?!warp|cluster)", text)), text
             for number, count in (f"{match}, 0".split(", ")[:2] for match in matches):
                 if number.startswith("$"):  # results are counted first
                     one = values(operation.operands[int(number[1:]) - len(operation.results)])

@@ -536,12 +536,14 @@ class HalfConsumer(BackwardConsumer):
         """Returns the derivatives of the scores, and starts dV += P' dO."""
         geometry, memory, do = self.geometry, self.memory, self.memory["do"].at[current.stage_do]
         plgpu.barrier_wait(memory["q_full"].at[current.stage])
-        lse = plgpu.load(self.line("q_lse", current.stage))
         if geometry.is_seeded:
             plgpu.barrier_wait(memory["do_full"].at[current.stage_do])
-            delta = self._delta(current)
-            s_acc[...] = along_rows(lse, scores.shape)
-            dp_acc[...] = along_rows(delta, scores.shape)
+            lse, seed = None, self._seed(scores.shape)
+            s_acc[...] = seed("q_lse", current.stage)
+            plgpu.barrier_wait(memory["delta_full"].at[current.stage_do])
+            dp_acc[...] = seed("do_delta", current.stage_do)
+        else:
+            lse = plgpu.load(self.line("q_lse", current.stage))
         self.multiply_keys(s_acc, self.index + hidden_zero(current.index, 0), current)
         if not geometry.is_seeded:
             plgpu.barrier_wait(memory["do_full"].at[current.stage_do])
@@ -561,6 +563,12 @@ class HalfConsumer(BackwardConsumer):
             delta = self._delta(current)
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
         return scores.derivatives(p, slope, dp, delta, kept, current).astype(geometry.dtype)
+
+    def _seed(self, shape):
+        """Returns a function of the name and the stage of a line that loads what a sum of products starts with."""
+        if self.geometry.seeds_from_memory:
+            return lambda name, stage: wgmma.load_along_rows(self.line(name, stage), shape)
+        return lambda name, stage: along_rows(plgpu.load(self.line(name, stage)), shape)
 
     def _delta(self, current):
         """Loads the deltas of a block of queries, once they are there."""

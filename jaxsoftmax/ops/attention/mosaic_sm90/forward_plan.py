@@ -32,7 +32,10 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
 # tickets. `query_offset` is an operand, as a cache grows from step to step.
 FACTS = {"query_lengths": 1, "key_lengths": 1, "query_offset": 1, "ranges": 4, "mask_reach": 2}
 CROWDING = {"bias", "mask", "seeds"}  # operands that leave consumers too few registers for some means
-LEAST_ROWS_TO_SPLIT = 1024  # rows that see a key, from which on float32 keys and values are split before the kernel
+# Rows that see a key, from which on float32 keys and values are split before the kernel. Splitting 16384 keys of 2048 columns,
+# and as many values, takes 176 us. A kernel that splits takes 3346 us, else 2051 us, where 4096 rows see each key, and 1674 us
+# and 1079 us where 2048 do (heads of 128, H100): as long for about 600 rows.
+LEAST_ROWS_TO_SPLIT = 640
 WIDEST = 256  # columns of the output that a consumer has in registers, 128 of a thread
 
 
@@ -61,7 +64,6 @@ class ForwardConfig:
     has_terms: bool = False  # operands are float32, each the sum of two terms; the output needs no shared memory then
     # XLA splits keys and values into terms, which TMA copies, and consumers their queries. Else producers split what they copy.
     copies_terms: bool = False
-    register_terms: int = 0  # terms of queries that consumers have in registers, the high one first
     producers: int = 1  # warpgroups that copy: one, or one for queries and keys and one for values
     byte_stages: int = 0  # key blocks of 8 bits, and value blocks, in shared memory; 0 if keys and values have more bits
     correction: Correction | None = None  # of guessed weights; None if maxima come first, and nothing is guessed
@@ -73,8 +75,8 @@ class ForwardConfig:
 
     @property
     def slot_terms(self) -> int:
-        """Number of terms of queries that are in shared memory."""
-        return 2 - self.register_terms
+        """Number of terms of queries in shared memory. Consumers that split their queries keep the high one in registers."""
+        return 1 if self.copies_terms else 2
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,7 @@ def forward_config(
     sizes = sizes_on_chip(head_size, value_size)
     if jnp.dtype(dtype) == jnp.float32 and copies_terms:
         block, stages = (128, 2) if max(sizes) <= 64 and not is_crowded else (64, 3)
-        return ForwardConfig(2, block, stages, has_terms=True, copies_terms=True, register_terms=1)
+        return ForwardConfig(2, block, stages, has_terms=True, copies_terms=True)
     if jnp.dtype(dtype) == jnp.float32:
         if max(sizes) <= 64:
             return ForwardConfig(3, 64, 3, registers=(72, 144), ping_pong=False, has_terms=True)
@@ -225,8 +227,7 @@ def pays_to_guess(types: Mapping[str, Any], window: Any) -> bool:
 def pays_to_split(types: Mapping[str, Any], window: Any) -> bool:
     """Tells whether XLA should split float32 keys and values into terms, for operands of these types.
 
-    XLA reads and writes 8 bytes for each element: 4096 keys with as many queries take a twentieth of the time. It pays if many
-    rows see a key, as each tile would split it otherwise.
+    It pays if many rows see a key, as each tile would split it otherwise.
     """
     (length, heads, _), key_heads, (left, right) = types["query"].shape[-3:], types["key"].shape[-2], window
     if left is not None and right is not None:
@@ -411,26 +412,24 @@ class ForwardGeometry(AttentionGeometry):
                 memory[f"{letter}_bytes_full"] = plgpu.Barrier(num_arrivals=count, num_barriers=config.byte_stages)
                 memory[f"{letter}_bytes_empty"] = plgpu.Barrier(num_barriers=config.byte_stages)
             copies = [1, 1]
-        if not config.has_terms or config.slot_terms:
-            memory["q"] = self._slots(config.consumers, ROWS, head_size, head_slabs, box=self.rows.box, terms=config.slot_terms)
+        memory["q"] = self._slots(config.consumers, ROWS, head_size, head_slabs, box=self.rows.box, terms=config.slot_terms)
         if not config.copies_terms:
             memory["q_full"] = plgpu.Barrier(num_arrivals=head_slabs, num_barriers=config.consumers)
             memory["q_empty"] = plgpu.Barrier(num_barriers=config.consumers)
         return memory | {
             "k": self._slots(config.stages, config.block_kv, head_size, head_slabs),
-            "v": self._slots(config.stages, config.block_kv, value_size, value_slabs, depth=config.block_kv),
+            "v": self._slots(config.stages, config.block_kv, value_size, value_slabs),
             "k_full": plgpu.Barrier(num_arrivals=copies[0] // self.key_parts, num_barriers=key_slots),
             "v_full": plgpu.Barrier(num_arrivals=copies[1], num_barriers=config.stages),
             "k_empty": plgpu.Barrier(num_arrivals=config.consumers, num_barriers=key_slots),
             "v_empty": plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.stages),
         }
 
-    def _slots(self, n_stages, rows, size, slabs, dtype=None, box=None, terms=2, depth=SWIZZLED):
+    def _slots(self, n_stages, rows, size, slabs, dtype=None, box=None, terms=2):
         """Describes the slot of one operand, in tiles as the tensor cores read them."""
         dtype, tiling = dtype or self.dtype, plgpu.TilingTransform((8, SWIZZLED))
         if self.config.has_terms:
-            width = math.gcd(depth, SWIZZLED)  # a product takes as many rows of values at a time as a tile has columns
-            transforms = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)
+            transforms = tiling, plgpu.SwizzleTransform(2 * SWIZZLED)
             return plgpu.SMEM((n_stages, terms, rows, size), jnp.bfloat16, transforms=transforms)
         swizzle = plgpu.SwizzleTransform(SWIZZLED * jnp.dtype(dtype).itemsize)
         if not self.is_ragged:
