@@ -35,7 +35,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxsoftmax._gpu import sync, wgmma
-from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import ADDERS, CONSUMERS, DS_STAGES, BackwardGeometry
+from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import ADDERS, CONSUMERS, DS_STAGES, BackwardGeometry, BiasGradient
 from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     COL_LAYOUT,
     KERNEL,
@@ -107,6 +107,10 @@ class BackwardRole:
         blocks, heads = jnp.int32(geometry.blocks_kv), jnp.int32(geometry.key[1])
         pair, block = lax.div(number, blocks), lax.rem(number, blocks)
         b, head = lax.div(pair, heads), lax.rem(pair, heads)
+        if geometry.bias_gradient is BiasGradient.ADDED and not geometry.is_deterministic and operands["dbias"].heads > 1:
+            # Tiles of all batch entries come together, as they add to the same elements, which the L2 cache then holds.
+            entries = jnp.int32(math.prod(geometry.batch))
+            b, head = lax.rem(pair, entries), lax.div(pair, entries)
         lengths = []
         for name, size in zip(("query_lengths", "key_lengths"), geometry.lengths, strict=True):
             lengths.append(jnp.clip(operands[name][b], 0, size) if name in operands else size)
@@ -144,6 +148,19 @@ class BackwardRole:
         """Returns which 64 rows and which part of the columns of a block of dQ a consumer makes."""
         return [consumer if count > 1 else 0 for count in self.geometry.parts]
 
+    def add_to_bias(self, tile, consumer, head, block, slab) -> None:
+        """Starts to add what a consumer staged, derivatives of scores for 64 queries, to that of the bias in global memory."""
+        if not self.geometry.config.roles or consumer == CONSUMERS - 1:  # of roles, the second has them
+            target = self.place_in_d_bias(tile, consumer, head, block, slab)
+            plgpu.copy_smem_to_gmem(self.memory["sums"].at[consumer], target, reduction_op="add")
+
+    def place_in_d_bias(self, tile, consumer, head, block, slab):
+        """Returns the place of 64 queries and a consumer's 64 keys in the derivative of the bias."""
+        geometry, d_bias = self.geometry, self.operands["dbias"]
+        first = tile.block * geometry.block_kv + (0 if geometry.config.roles else consumer * ROWS)
+        rows = pl.ds(block * geometry.config.block_q + slab * ROWS, ROWS)
+        return d_bias.ref.at[d_bias.entry(tile.b, head), rows, pl.ds(first, ROWS)]
+
     def add_to_dq(self, consumer, b, head, block, piece) -> None:
         """Starts to add what a consumer staged, a piece of its part of dQ, to global memory."""
         staged, (slab, part) = self.memory["sums"].at[consumer], self.part_of_dq(consumer)
@@ -154,12 +171,12 @@ class BackwardRole:
 
 
 class BackwardScores:
-    """Weights and derivatives for 64 keys, from `first` on, and one block of queries after the other."""
+    """Weights and derivatives for 64 keys of a consumer, from `first` on, and one block of queries after the other."""
 
-    def __init__(self, role, tile, first, *, needs_segments):
-        self.geometry, self.operands, self.refs = role.geometry, role.operands, role.refs
+    def __init__(self, consumer, tile, first, *, needs_segments):
+        self.consumer, self.geometry, self.operands = consumer, consumer.geometry, consumer.operands
         self.tile, self.first = tile, first
-        geometry, names = role.geometry, role.geometry.names
+        geometry, names = consumer.geometry, consumer.geometry.names
         self.shape = ROWS, geometry.config.block_q
         has_lengths = not {"query_lengths", "key_lengths"}.isdisjoint(names)
         self.is_limited = geometry.window != (None, None) or geometry.is_ragged or has_lengths
@@ -176,7 +193,7 @@ class BackwardScores:
         """Loads what global memory has on the block of queries of a step: bias, mask and segments."""
         loaded = {}
         for name in ("bias", "mask"):
-            if name in self.operands:
+            if name in self.operands and not (name == "bias" and self.geometry.config.stages_bias):
                 operand = self.operands[name]
                 place = self._place(operand, current)
                 loaded[name] = wgmma.load_transposed(operand.ref, *place, self.shape, varies=operand.varies)
@@ -196,16 +213,14 @@ class BackwardScores:
         if self.geometry.soft_cap is not None:
             s = tanh(s * (self.geometry.scale / self.geometry.soft_cap))
             slope, factor = 1 - s * s, self.geometry.soft_cap
-        if "bias" in loaded:
-            bias = loaded["bias"].astype(jnp.float32)
-            s = jnp.where(bias == -jnp.inf, -jnp.inf, s * factor + bias)  # s may be NaN
+        if "bias" in self.operands:
+            bias = (self.consumer.bias() if self.geometry.config.stages_bias else loaded["bias"]).astype(jnp.float32)
+            # Scores may be as large as `finfo.min`, and so the log-sum-exp; or NaN.
+            s, factor = jnp.where(bias == -jnp.inf, -jnp.inf, s * factor + bias) - along_rows(lse, s.shape), 1
         if "mask" in loaded:
             s = jnp.where(loaded["mask"] != 0, s, -jnp.inf)
-        if "bias" in loaded:  # scores may be as large as `finfo.min`
-            p = jnp.exp2((s - along_rows(lse, s.shape)) * LOG2E)
-        else:
-            s = s * (factor * LOG2E)
-            p = jnp.exp2(s if self.geometry.is_seeded else s - along_rows(lse, s.shape))
+        s = s * (factor * LOG2E)
+        p = jnp.exp2(s if self.geometry.is_seeded or "bias" in self.operands else s - along_rows(lse, s.shape))
         if self.is_banded:
             p = lax.cond(current.banded, lambda p: self._masked(p, loaded, current), lambda p: p, p)
         return p, slope
@@ -240,14 +255,16 @@ class BackwardScores:
         return ds if slope is None else ds * slope
 
     def add_to_bias(self, ds, current) -> None:
-        """Adds the derivatives of scores to that of the bias in global memory, if it is wanted.
+        """Adds the derivatives of scores to that of the bias in global memory, in float32, if it is made of sums.
 
-        In float32, to an array of the bias's own shape: sums along axes along which the bias does not vary are made in
-        registers first. Additions come in any order.
+        Sums along axes along which the bias does not vary are made in registers first. Additions come in any order.
         """
-        if self.geometry.adds_bias:
-            operand = self.operands["bias"]
-            wgmma.add_transposed(self.refs["dbias"], *self._place(operand, current), ds, varies=operand.varies)
+        if self.geometry.bias_gradient is BiasGradient.SUMS:
+            sums = self.operands["dbias"]
+            wgmma.add_transposed(sums.ref, *self._place(sums, current), ds, varies=sums.varies)
+        elif self.geometry.bias_gradient is BiasGradient.ADDED:
+            for slab in range(self.shape[1] // ROWS):
+                self.consumer.stage_for_bias(self.tile, current, slab, ds[:, slab * ROWS : (slab + 1) * ROWS])
 
     def _limits(self, start):
         """Returns the first and the last column that each row sees; None for no limit. Columns are queries from `start` on."""
@@ -288,6 +305,8 @@ class BackwardConsumer(BackwardRole):
         for name, stages in zip(("q_empty", "do_empty"), self.geometry.config.stages, strict=True):
             for stage in range(stages):
                 plgpu.barrier_arrive(self.memory[name].at[stage])
+        if self.geometry.config.stages_bias:  # those that make weights read it
+            pl.when(self.index < self.memory["bias"].shape[0])(lambda: plgpu.barrier_arrive(self.memory["bias_empty"]))
 
     def step(self, scores, current, sums) -> jax.Array:
         """Adds a block of queries to the sums, and returns the consumer's part of dQ of the step before.
@@ -321,7 +340,7 @@ class BackwardConsumer(BackwardRole):
                 index = last - (block - tile.low)
                 current = BackwardStep(head, block, banded, index, index == steps, *self.stages(index))
                 dq = self.step(scores, current, sums)
-                add = functools.partial(self.add, tile, index - 1, *before, is_empty=geometry.is_seeded)
+                add = functools.partial(self.add, tile, index - 1, *before, is_empty=geometry.is_empty_early)
                 pl.when(~current.is_first)(functools.partial(add, dq=dq))
                 self.end_step(current)
                 return [head, block]
@@ -343,6 +362,14 @@ class BackwardConsumer(BackwardRole):
         plgpu.barrier_wait(self.memory["v_full"])
         return steps + pl.run_scoped(add_up, *(plgpu.ACC((ROWS, geometry.size), jnp.float32) for _ in self.SUMS))
 
+    def bias(self) -> jax.Array:
+        """Loads the bias of a step from shared memory, where the next one may come then."""
+        staged = self.memory["bias"].at[0 if self.geometry.config.roles else self.index]
+        plgpu.barrier_wait(self.memory["bias_full"])
+        slabs = [plgpu.load(staged.at[slab].T, layout=LAYOUT) for slab in range(staged.shape[0])]
+        plgpu.barrier_arrive(self.memory["bias_empty"])
+        return jnp.concatenate(slabs, 1) if len(slabs) > 1 else slabs[0]
+
     def multiply_keys(self, s_acc, half, current) -> None:
         """Starts S' += K Q'."""
         width, q = self.geometry.part_size, self.memory["q"].at[current.stage]
@@ -352,17 +379,29 @@ class BackwardConsumer(BackwardRole):
     def multiply_derivatives(self, dq_acc, step) -> None:
         """Starts the consumer's part of dQ = dS K of a step, from the derivatives that consumers have shared."""
         (slab, part), ds_stage = self.part_of_dq(self.index), self.ds_stage(step)
+        is_transposed = self.geometry.bias_gradient is BiasGradient.STORED  # queries are rows
         for half in range(self.geometry.block_kv // ROWS):
-            plgpu.wgmma(dq_acc, ds_stage.at[half, slab].T, self.memory["k"].at[half + hidden_zero(step, 2), part])
+            ds = ds_stage.at[half, slab]
+            keys = self.memory["k"].at[half + hidden_zero(step, 2), part]
+            plgpu.wgmma(dq_acc, ds if is_transposed else ds.T, keys)
 
-    def share(self, half, ds, step) -> None:
+    def share(self, half, ds, tile, current) -> None:
         """Stores the derivatives of scores for both consumers. `arrive` tells the other one.
 
         A stage is written again two steps later. `await_other` makes sure that the other consumer has read it then.
         """
-        for slab in range(self.geometry.config.block_q // ROWS):
-            self.ds_stage(step)[half, slab] = ds[:, slab * ROWS : (slab + 1) * ROWS]
+        geometry = self.geometry
+        is_stored = geometry.bias_gradient is BiasGradient.STORED
+        if is_stored:  # those of two steps before, of which a stage was stored, have left shared memory
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        stages = [self.ds_stage(current.index).at[half, slab] for slab in range(geometry.config.block_q // ROWS)]
+        for slab, stage in enumerate(stages):
+            (stage.T if is_stored else stage)[...] = ds[:, slab * ROWS : (slab + 1) * ROWS]
         plgpu.commit_smem()
+        if is_stored:
+            for slab, stage in enumerate(stages):
+                target = self.place_in_d_bias(tile, self.index, current.head, current.block, slab)
+                plgpu.copy_smem_to_gmem(stage, target)
 
     def ds_stage(self, step):
         """Returns the stage of the derivatives of a step's scores."""
@@ -407,6 +446,20 @@ class BackwardConsumer(BackwardRole):
         else:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+    def stage_for_bias(self, tile, current, slab, ds) -> None:
+        """Adds derivatives of scores for 64 queries to that of the bias in global memory."""
+        self.await_staged()
+        self.memory["sums"].at[self.index].T[...] = wgmma.single_elements(ds)
+        plgpu.commit_smem()
+        if self.geometry.is_deterministic:
+            self.give_to_adder(current.index)
+        else:
+            self.add_to_bias(tile, self.index, current.head, current.block, slab)
+
+    def give_to_adder(self, step) -> None:
+        """Gives what is staged to the warp that adds what belongs to a step, in the order of turns."""
+        plgpu.barrier_arrive(self.memory["sums_full"].at[lax.rem(step, jnp.int32(ADDERS))])
+
     def add(self, tile, step, head, block, dq, *, is_empty=False) -> None:
         """Adds the consumer's part of dQ of a step to global memory, or gives it to the warps that do in the order of turns.
 
@@ -420,7 +473,7 @@ class BackwardConsumer(BackwardRole):
             self.memory["sums"][self.index] = dq[:, piece * width : (piece + 1) * width]
             plgpu.commit_smem()
             if geometry.is_deterministic:
-                plgpu.barrier_arrive(self.memory["sums_full"].at[lax.rem(step, jnp.int32(ADDERS))])
+                self.give_to_adder(step)
             else:
                 self.add_to_dq(self.index, tile.b, head, block, piece)
 
@@ -473,7 +526,7 @@ class HalfConsumer(BackwardConsumer):
         accumulator = plgpu.ACC(scores.shape, jnp.float32)
         ds = pl.run_scoped(functools.partial(self._derive, scores, current, dv_acc), accumulator, accumulator)
         self.await_other(current)
-        self.share(self.index, ds, current.index)
+        self.share(self.index, ds, scores.tile, current)
 
         def multiply(dq_acc):
             plgpu.wgmma(dk_acc, ds, memory["q"].at[current.stage])
@@ -492,28 +545,26 @@ class HalfConsumer(BackwardConsumer):
         """Returns the derivatives of the scores, and starts dV += P' dO."""
         geometry, memory, do = self.geometry, self.memory, self.memory["do"].at[current.stage_do]
         plgpu.barrier_wait(memory["q_full"].at[current.stage])
-        lse = plgpu.load(self.line("q_lse", current.stage))
         if geometry.is_seeded:
+            s_acc[...] = along_rows(plgpu.load(self.line("q_lse", current.stage)), scores.shape)
+        if geometry.seeds_delta:
             plgpu.barrier_wait(memory["do_full"].at[current.stage_do])
-            delta = self._delta(current)
-            s_acc[...] = along_rows(lse, scores.shape)
-            dp_acc[...] = along_rows(delta, scores.shape)
+            dp_acc[...] = along_rows(self._delta(current), scores.shape)
         self.multiply_keys(s_acc, self.index + hidden_zero(current.index, 0), current)
-        if not geometry.is_seeded:
+        if not geometry.seeds_delta:
             plgpu.barrier_wait(memory["do_full"].at[current.stage_do])
         plgpu.wgmma(dp_acc, memory["v"].at[self.index + hidden_zero(current.index, 1)], do.T)
         loaded = scores.load(current)
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+        lse = None if geometry.is_seeded else plgpu.load(self.line("q_lse", current.stage))
         p, slope = scores.weights(s, lse, loaded, current)
         kept = scores.kept(current)
         p, rounded = lax.optimization_barrier((p, where_kept(kept, p).astype(geometry.dtype)))
         plgpu.wgmma(dv_acc, rounded, do)
         # A branch between the weights and the other product: without one ptxas may compute them after it.
-        if geometry.is_seeded:
+        if geometry.is_empty_early:
             pl.when(~current.is_first)(self.await_staged)
-            delta = None
-        else:
-            delta = self._delta(current)
+        delta = None if geometry.seeds_delta else self._delta(current)
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
         return scores.derivatives(p, slope, dp, delta, kept, current).astype(geometry.dtype)
 
@@ -534,6 +585,9 @@ class WeightsConsumer(BackwardConsumer):
         plgpu.barrier_arrive(memory["q_empty"].at[current.stage])
         memory["p"][...] = p
         sync.named_barrier_arrive(jnp.int32(_WEIGHTS))
+        if self.geometry.adds_bias_in_turns:  # the other consumer has staged derivatives for the bias
+            self.await_staged()
+            self.give_to_adder(current.index)
         plgpu.barrier_wait(memory["do_full"].at[current.stage_do])
         self.await_other(current)
 
@@ -589,7 +643,7 @@ class DerivativesConsumer(BackwardConsumer):
         ds = lax.optimization_barrier(ds.astype(geometry.dtype))  # weights have been read
         sync.named_barrier_arrive(jnp.int32(_WEIGHTS_READ))
         self.await_other(current)
-        self.share(0, ds, current.index)
+        self.share(0, ds, scores.tile, current)
 
         def multiply(dq_acc):
             self.multiply_derivatives(dq_acc, current.before)
