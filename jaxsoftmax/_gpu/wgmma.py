@@ -36,6 +36,7 @@ from jaxsoftmax._gpu.emit import (
     load_words,
     shared_address,
     thread,
+    tiled,
     words_of,
 )
 
@@ -48,6 +49,8 @@ _THREAD_WORDS = plgpu.ShapeDtypeStruct((64,), jnp.uint32, layout=_PRODUCT_ROWS)
 _THREAD_SUMS = plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=_PRODUCT_ROWS)  # a sum of each thread for each of its rows
 _PRODUCT_COLS = _PRODUCT.reduce(0)
 THREADS_OF_ROW = 4  # threads that hold a row of a product
+# The layout of a product whose registers have one element each.
+_SINGLE = tiled(((64, 8), (16, 8), (8, 8), (2,), (1,)), (-8,), (-4, -3))
 _kind = functools.partial(plgpu.ShapeDtypeStruct, layout=_PRODUCT)
 
 
@@ -104,6 +107,18 @@ def scale_rows(product: jax.Array, factor: jax.Array) -> jax.Array:
         return list(branch.results)
 
     return emit(scale, arrays=[(product, _PRODUCT), (factor, _PRODUCT_ROWS)], results=_kind(product.shape, product.dtype))
+
+
+def single_elements(product: jax.Array) -> jax.Array:
+    """Returns a product in registers of one element each, which may be stored to a transposed array in shared memory."""
+
+    def split(product):
+        one = ir.VectorType.get((1,), product.mlir_dtype)
+        elements = [llvm.extractelement(register, constant(e)) for register in product.registers.flat for e in range(2)]
+        return [vector.broadcast(one, element) for element in elements]
+
+    kind = plgpu.ShapeDtypeStruct(product.shape, product.dtype, layout=_SINGLE)
+    return emit(split, arrays=[(product, _PRODUCT)], results=kind)
 
 
 def sum_in_threads(product: jax.Array) -> jax.Array:

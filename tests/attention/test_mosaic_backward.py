@@ -22,18 +22,20 @@ from jax.sharding import PartitionSpec as P
 import jaxsoftmax
 from jaxsoftmax import explain, online
 from jaxsoftmax._core.target import HOPPER, Target, lowering_for
-from jaxsoftmax._gpu import schedule
+from jaxsoftmax._gpu import emit, schedule, wgmma
+from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax._triton import availability
 from jaxsoftmax.ops.attention import key_blocks, operands, primitive
 from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
-from jaxsoftmax.ops.attention.mosaic_sm90 import backward_plan
+from jaxsoftmax.ops.attention.mosaic_sm90 import backward_plan, common
 from jaxsoftmax.ops.attention.mosaic_sm90.common import HOST
 
-from ..support import kernels, oracle
+from ..support import cases, kernels, oracle
 from ..support.attention import lowering
 from ..support.attention import values as forward
 from ..support.attention.gradients import assert_right, cotangents_like, pull_of
 from ..support.attention.values import MOVING, case, random, segments, split
+from ..support.emulator import emulated
 
 attend = jaxsoftmax.dot_product_attention
 forced = functools.partial(attend, implementation="mosaic")
@@ -208,6 +210,27 @@ OWN = {
         logits_soft_cap=3.0,
     ),
     "large scale": case(MEDIUM | {"size": 128}, scale=3.0),
+    **{
+        f"bias of all entries, lengths, size {size}": case(
+            MEDIUM | {"size": size},
+            lambda: {"bias": random((1, 4, 130, 200), "bias")} | forward.lengths_of([130, 70], [150, 200])(),
+        )
+        for size in (64, 128, 256)
+    },
+    **{
+        f"bias {cases.ident(shape)} of 16 bits, size {size}": case(
+            MEDIUM | {"size": size},
+            lambda shape=shape: {"bias": random(shape, "bias").astype(jnp.bfloat16)},
+            **options,
+        )
+        for shape, options in (
+            ((2, 4, 130, 200), {"is_causal": True}),
+            ((1, 4, 130, 200), {"is_causal": True}),
+            ((1, 1, 130, 200), {}),
+            ((2, 1, 130, 200), {"local_window_size": (30, 20)}),
+        )
+        for size in (64, 128, 256)
+    },
 }
 SMALL = {name: own for name, own in forward.IN_SHAPES.items() if "large sizes" not in name}  # the others have no kernel
 CASES = SMALL | {f"{name} of derivatives" if name in forward.IN_SHAPES else name: own for name, own in OWN.items()}
@@ -245,6 +268,8 @@ def check_case(kind, **more):
 # Of each head size what waits for turns: with a table of lengths or segments and without, and with the most shared memory.
 DETERMINISTIC = ["385 and 513, causal", "window (200, 300), size 128", "segments, size 256, groups of 3", "lengths, causal"]
 DETERMINISTIC += ["whole bias and soft cap, lengths, size 256"]
+DETERMINISTIC += [f"bias of all entries, lengths, size {size}" for size in (64, 128, 256)]
+DETERMINISTIC += ["bias (1,4,130,201) float32", "bias (2,1,130,201) bfloat16", "bias (2,4,1,200) float32"]
 
 
 @pytest.mark.gpu
@@ -459,6 +484,9 @@ LARGE = {
     "segments and lengths": large(packed, size=128, key_heads=2, is_causal=True),
     "window, size 256": large(size=256, key_heads=2, local_window_size=(700, 300)),
     "bias": large(lambda: {"bias": random((2, 8, 512, 512), "bias")}, length=512, is_causal=True),
+    "bias of heads": large(lambda: {"bias": random((1, 8, 512, 512), "bias")}, length=512, size=128, is_causal=True),
+    "bias of entries": large(lambda: {"bias": random((2, 1, 512, 512), "bias")}, length=512, key_heads=2, size=256),
+    "bias of keys": large(lambda: {"bias": random((1, 1, 1, 512), "bias")}, length=512),
     "dropout": large(length=1024, key_heads=1, dropout_rate=0.2, dropout_rng=0),
 }
 
@@ -679,8 +707,9 @@ def test_blocks_are_as_large_as_the_head_size_lets_them():
 def test_deterministic_derivatives_lower_for_cuda(size):
     names = ("window", "lengths", "segments", "sinks", "mask")
     given, options = lowering.with_features(names, (size, size), (300, 301))
-    bias = {"bias": lowering.shaped(2, 4, 300, 301, dtype="float32")}
-    lower(given | bias, deterministic_gradients=True, logits_soft_cap=5.0, **options)
+    for shape in ((2, 4, 300, 301), (1, 4, 300, 301)):
+        bias = {"bias": lowering.shaped(*shape, dtype="float32")}
+        lower(given | bias, deterministic_gradients=True, logits_soft_cap=5.0, **options)
 
 
 @pytest.mark.parametrize("deterministic", quick([False, True], [True]))
@@ -785,6 +814,9 @@ lengths = st.integers(1, 700)
 configs = st.sampled_from([backward_plan.backward_config(size, size)[1] for size, _ in CONFIGURATIONS])
 
 
+NO_BIAS = backward_plan.BiasGradient.NONE
+
+
 def plan_of(length, keys, window, config, batch=(1,), names=()):
     size = next(size for size, _ in CONFIGURATIONS if backward_plan.backward_config(size, size)[1] == config)
     return backward_plan.BackwardGeometry(
@@ -798,7 +830,7 @@ def plan_of(length, keys, window, config, batch=(1,), names=()):
         dtype=jnp.dtype(jnp.bfloat16),
         names=frozenset(names),
         multiprocessors=132,
-        adds_bias=False,
+        bias_gradient=NO_BIAS,
         is_deterministic=True,
         is_varying=False,
         size=size,
@@ -843,11 +875,12 @@ def test_tiles_of_a_head_are_handed_out_in_the_order_of_turns(length, keys, wind
 
 @pytest.mark.parametrize("taken", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("bias_gradient", backward_plan.BiasGradient)
 @pytest.mark.parametrize("size", backward_plan.SIZES)
-def test_shared_memory_has_room(size, biased, deterministic, taken):
+def test_shared_memory_has_room(size, bias_gradient, deterministic, taken):
     plan = plan_of(300, 300, (None, None), backward_plan.backward_config(size, size)[1])
-    plan = dataclasses.replace(plan, soft_cap=5.0, adds_bias=biased, is_deterministic=deterministic, is_varying=taken)
+    more = {"is_deterministic": deterministic, "is_varying": taken, "bias_gradient": bias_gradient}
+    plan = dataclasses.replace(plan, soft_cap=5.0, **more)
     total = 0
     for spec in plan.scratch().values():
         if isinstance(spec, plgpu.Barrier | plgpu.ClusterBarrier):
@@ -862,7 +895,12 @@ def test_two_blocks_of_threads_share_a_tile_where_shared_memory_has_room():
     plan = dataclasses.replace(plan_of(300, 300, (None, 0), config), is_deterministic=False)
     assert (plan.is_paired, plan.block_kv, plan.blocks_kv, plan.tiles_of_head, plan.n_blocks) == (True, 64, 5, 3, 6)
     assert "tiles of 128 keys" in plan.describe()
-    for other in ({"is_deterministic": True}, {"is_varying": True}, {"adds_bias": True}, {"config": pairless(config)}):
+    for other in (
+        {"is_deterministic": True},
+        {"is_varying": True},
+        {"bias_gradient": backward_plan.BiasGradient.ADDED},
+        {"config": pairless(config)},
+    ):
         single = dataclasses.replace(plan, **other)
         assert (single.is_paired, single.tiles_of_head, single.n_blocks) == (False, 5, 10)
         assert "tiles of 64 keys" in single.describe()
@@ -878,21 +916,105 @@ def pairless(config):
     return dataclasses.replace(config, pairs=False)
 
 
+def planned(bias, dtype="bfloat16", size=64, **options):
+    """Returns the geometry for a bias of a shape, with 2 batch entries, 4 heads, 300 queries and 301 keys."""
+    given = lowering.operands((2, 1), 300, 301, size=size) | {"bias": lowering.shaped(*bias, dtype=dtype)}
+    options = {"soft_cap": None, "is_deterministic": False} | options
+    fixed = {"scale": 0.1, "window": (None, None), "dropout_rate": 0.0}
+    return backward_plan.shape_backward(given, HOPPER, ("query", "bias"), **fixed, **options)
+
+
+def test_how_the_gradient_of_a_bias_is_written():
+    whole, each_head = (2, 1, 4, 300, 301), (1, 1, 4, 300, 301)
+    for bias, options, expected in [
+        (whole, {}, "STORED"),
+        (whole, {"dtype": "float32"}, "ADDED"),
+        (whole, {"soft_cap": 5.0}, "ADDED"),
+        (whole, {"is_partial": True}, "ADDED"),
+        (whole, {"is_deterministic": True}, "STORED"),
+        (each_head, {}, "ADDED"),
+        ((2, 1, 1, 300, 301), {"is_deterministic": True}, "ADDED"),
+        ((2, 1, 4, 1, 301), {}, "SUMS"),
+        ((2, 1, 4, 300, 1), {}, "SUMS"),
+    ]:
+        assert planned(bias, **options).bias_gradient.name == expected, (bias, options)
+
+
+@pytest.mark.parametrize("size", backward_plan.SIZES)
+def test_a_bias_is_staged_where_shared_memory_has_room(size):
+    for bias, options, expected in [
+        ((2, 1, 4, 300, 301), {}, True),
+        ((1, 1, 1, 300, 301), {}, True),
+        ((1, 1, 1, 300, 301), {"is_deterministic": True}, size != 64),
+        ((2, 1, 4, 300, 301), {"dtype": "float32"}, False),
+        ((2, 1, 4, 1, 301), {}, False),
+    ]:
+        plan = planned(bias, size=size, **options)
+        assert plan.config.stages_bias is expected, (bias, options)
+        assert plan.shared_memory <= HOPPER.shared_memory
+
+
+@lowering.brute_force
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.data())
+def test_turns_of_batch_entries_that_share_a_bias(batch, data):
+    bias = tuple(data.draw(st.sampled_from((1, size))) for size in batch)
+    plan = plan_of(300, 300, (None, None), backward_plan.backward_config(64, 64)[1], batch=tuple(batch))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    spans = jnp.asarray(np.sort(rng.integers(0, plan.blocks_q + 1, (*batch, plan.blocks_kv, 4)), -1)[..., [0, 3, 1, 2]])
+    found = plan.bias_turns_before(spans, bias)
+    counters = np.zeros((*bias, plan.blocks_kv, plan.blocks_q), int)
+    for number, entry in enumerate(np.ndindex(*batch)):
+        own = counters[tuple(at if size > 1 else 0 for at, size in zip(entry, bias, strict=True))]
+        seen = visits(spans[entry], plan)
+        np.testing.assert_array_equal(np.asarray(found)[number][seen], own[seen])
+        own += seen
+
+
+def test_batch_entries_that_share_an_operand_are_counted():
+    for batch, shape in (((2, 3), (2, 1)), ((2, 3), (1, 3)), ((4,), ()), ((2, 3), (2, 3)), ((3, 2, 2), (2, 1))):
+        record, counts = common.record(batch, shape, 1, 1), {}
+        for b in range(math.prod(batch)):
+            index = int(record.index(jnp.int32(b)))
+            assert int(record.sharers_before(jnp.int32(b))) == counts.get(index, 0)
+            counts[index] = counts.get(index, 0) + 1
+
+
+@pytest.mark.parametrize(("dtype", "loads"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
+def test_a_product_goes_through_shared_memory_transposed(dtype, loads):
+    """As tiles of a bias and of its gradient do: queries are rows in global memory, and columns of a product."""
+    swizzled = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
+
+    def body(x, out, staged):
+        product = wgmma.load_product(x, 0, 0, (64, 64), (64, 64), varies=(True, True))
+        (staged if loads else staged.T)[...] = wgmma.single_elements(product) if dtype == "float32" else product
+        emit.instruct("bar.sync 0;")
+        wgmma.store_product(out, 0, 0, (64, 64), plgpu.load(staged.T if loads else staged, layout=common.LAYOUT))
+
+    def f(x):
+        kind = jax.ShapeDtypeStruct((64, 64), jnp.dtype(dtype))
+        memory = [plgpu.SMEM((64, 64), jnp.dtype(dtype), transforms=swizzled)]
+        return kernel_of(body, out_type=kind, scratch_types=memory, kernel_name="transposed_mosaic")(x)
+
+    x = jnp.arange(64 * 64, dtype=jnp.float32).reshape(64, 64).astype(jnp.dtype(dtype))
+    np.testing.assert_array_equal(emulated(f, x, kernels=["transposed_mosaic"]), x.T)
+
+
 def test_lines_of_queries():
     """What is subtracted from scores and from derivatives, where that is where their sums start and where it is not."""
     lse, delta = jnp.array([1.5, -np.inf, 88.0]), jnp.array([0.5, 0.0, -2.0])
     plan = plan_of(128, 128, (None, None), backward_plan.backward_config(64, 64)[1])
     seeded = [np.array([-12.0, 0, -704]), np.array([-0.5, 0, 2])]
     plain = [np.array([1.5, 0, 88]) / np.log(2), delta]
-    biased = [np.array([1.5, 0, 88]), delta]
+    half = [plain[0], -delta]
+    biased = [np.array([1.5, 0, 88]), -delta]
     roles = plan_of(128, 128, (None, None), backward_plan.backward_config(256, 256)[1])
     for own, names, expected in [
         (plan, (), seeded),
         (plan, ("mask", "query_segments"), seeded),
         (plan, ("bias",), biased),
         (plan, ("seeds",), plain),
-        (dataclasses.replace(plan, soft_cap=3.0), (), plain),
-        (dataclasses.replace(plan, scale=1e-31), (), plain),
+        (dataclasses.replace(plan, soft_cap=3.0), (), half),
+        (dataclasses.replace(plan, scale=1e-31), (), half),
         (roles, (), plain),
     ]:
         for found, line in zip(dataclasses.replace(own, names=frozenset(names)).lines(lse, delta), expected, strict=True):
@@ -1054,9 +1176,10 @@ REFUSALS = {
         f"bias {shape}, deterministic": (
             biased(shape),
             {"deterministic_gradients": True},
-            "bias that is broadcast, .* summed in any order",
+            "bias that is the same for all keys, .* summed in any order",
         )
         for shape in BROADCAST
+        if shape[-1:] != (301,)
     },
 }
 
@@ -1086,6 +1209,11 @@ SERVED = {
         biased((4, 1, 301)),
         {"deterministic_gradients": True, "wanted": ("query", "key", "value")},
     ),
+    **{
+        f"bias {shape}, deterministic": (biased(shape), {"deterministic_gradients": True})
+        for shape in BROADCAST
+        if shape[-1:] == (301,)
+    },
     "whole bias, deterministic": (biased((2, 4, 300, 301)), {"deterministic_gradients": True}),
     "whole bias of one batch entry, deterministic": (biased((4, 300, 301), (1,)), {"deterministic_gradients": True}),
     "whole bias without a batch, deterministic": (biased((4, 300, 301), ()), {"deterministic_gradients": True}),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import jaxsoftmax
 from jaxsoftmax._core.target import target_for
 from jaxsoftmax._gpu import schedule
-from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import SIZES, BackwardGeometry, backward_config
+from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import SIZES, BackwardGeometry, BiasGradient, backward_config
 from jaxsoftmax.ops.attention.mosaic_sm90.common import HOST
 
 from ..support import kernels
@@ -36,7 +36,7 @@ def plan_of(length, keys, window, size, heads, *, deterministic=True, varying=Fa
         dtype=jnp.dtype(jnp.bfloat16),
         names=frozenset({"query", "key", "value"}),
         multiprocessors=132,
-        adds_bias=soft_cap is not None,
+        bias_gradient=BiasGradient.NONE if soft_cap is None else BiasGradient.ADDED,
         is_deterministic=deterministic,
         is_varying=varying,
         size=size,
@@ -45,14 +45,19 @@ def plan_of(length, keys, window, size, heads, *, deterministic=True, varying=Fa
 
 
 def turns(plan):
-    """Lists for each tile the turns that it takes one after the other: the counter, and the value that it has to have."""
+    """Lists for each tile the turns that it takes one after the other: the counter, and the value that it has to have.
+
+    A bias is that of all heads.
+    """
     found = []
     for tile in range(plan.n_tiles):
         head, block = divmod(tile, plan.blocks_kv)
         low, high, *_ = plan.span(block, HOST)
-        visited = range(high - 1, low - 1, -1)
-        first = [plan.first_key_block(q, HOST) for q in visited]
-        found.append([((head, q), block - own) for q, own in zip(visited, first, strict=True)])
+        found.append([])
+        for q in range(high - 1, low - 1, -1):
+            if plan.adds_bias_in_turns:
+                found[-1].append((("bias", block, q), head))
+            found[-1].append(((head, q), block - plan.first_key_block(q, HOST)))
     return found
 
 
@@ -63,9 +68,9 @@ def hand_out(plan):
 
 
 @brute_force
-@given(lengths, lengths, st.tuples(sides, sides), st.sampled_from(SIZES), st.integers(1, 9))
-def test_a_tile_waits_only_for_tiles_with_smaller_tickets(length, keys, window, size, heads):
-    plan = plan_of(length, keys, window, size, heads)
+@given(lengths, lengths, st.tuples(sides, sides), st.sampled_from(SIZES), st.integers(1, 9), st.sampled_from((None, 5.0)))
+def test_a_tile_waits_only_for_tiles_with_smaller_tickets(length, keys, window, size, heads, soft_cap):
+    plan = plan_of(length, keys, window, size, heads, soft_cap=soft_cap)
     waits, order = turns(plan), hand_out(plan)
     np.testing.assert_array_equal(np.asarray(schedule.table(plan)), order)
     counters = {}

@@ -93,6 +93,7 @@ FEATURES: dict[str, Callable[..., dict[str, Any]]] = {
     "mask of queries": lambda n, t, s: {"mask": shaped(1, n, t, 1, dtype=bool)},
     "bias": lambda n, t, s: {"bias": shaped(B, n, t, s)},
     "bias of 16 bits": lambda n, t, s: {"bias": shaped(1, 1, t, s, dtype="bfloat16")},
+    "whole bias of 16 bits": lambda n, t, s: {"bias": shaped(B, n, t, s, dtype="bfloat16")},
     "sinks": lambda n, t, s: {"sinks": shaped(n)},
     "dropout": lambda n, t, s: {"dropout_rate": 0.2, "seeds": shaped(B, n, 4, dtype="uint32")},
 }

@@ -3,7 +3,7 @@
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -264,6 +264,10 @@ class _Translation:
                 strides.append(stride * math.prod(shape[k] for k in axes if k > axis))
         return replace(ref, shape=shape, strides=tuple(strides))
 
+    def _memref_transpose(self, op, ref):
+        kind = ir.MemRefType(op.results[0].type)
+        return replace(ref, shape=tuple(kind.shape), strides=tuple(kind.get_strides_and_offset()[0]))
+
     def _memref_cast(self, op, ref):
         return ref
 
@@ -496,17 +500,16 @@ class _Translation:
         return found
 
     def _nvvm_ldmatrix(self, op, address):
-        assert "row" in str(op.attributes["layout"]), op
-        found = []
-        for number in range(ir.IntegerAttr(op.attributes["num"]).value):
-            found.append(self.program.slot(np.uint32))
-            self.program.do(functools.partial(_load_matrix, number=number), found[-1], program.MACHINE, address)
+        count, is_transposed = ir.IntegerAttr(op.attributes["num"]).value, "col" in str(op.attributes["layout"])
+        found = tuple(self.program.slot(np.uint32) for _ in range(count))
+        load = functools.partial(_load_matrices, count=count, is_transposed=is_transposed)
+        self.program.do(load, found, program.MACHINE, address)
         self.program.converge()
-        return tuple(found) if len(found) > 1 else found[0]
+        return found if count > 1 else found[0]
 
     def _nvvm_stmatrix(self, op, address, *words):
-        assert "row" in str(op.attributes["layout"]), op
-        self.program.do(_store_matrices, (), program.MACHINE, address, *words)
+        store = functools.partial(_store_matrices, is_transposed="col" in str(op.attributes["layout"]))
+        self.program.do(store, (), program.MACHINE, address, *words)
         self.program.converge()
 
     def _llvm_inline_asm(self, op, *operands):
@@ -518,23 +521,30 @@ class _Translation:
         return tuple(results) if str(result.type).startswith("!llvm.struct") else results[0] if results else None
 
 
-def _load_matrix(of: machine.Machine, address: Any, number: int = 0) -> np.ndarray:
-    """Loads 8 rows of 16 bytes, at the addresses of the 8 lanes of a number: each lane gets two 16-bit elements."""
-    (words,) = of.load("shared", _places_of_matrix(of, address, number), 4, 1)
-    return words
+def _load_matrices(of: machine.Machine, address: Any, *, count: int, is_transposed: bool) -> tuple[np.ndarray, ...]:
+    """Loads matrices of 8 rows of 16 bytes, at the addresses of 8 lanes each: a lane gets two 16-bit elements of each."""
+    words = []
+    for places in _places_of_matrices(of, address, count, is_transposed):
+        halves = [of.load("shared", place, 2, 1)[0].astype(np.uint32) for place in places]
+        words.append(halves[0] | halves[1] << np.uint32(16))
+    return tuple(words)
 
 
-def _store_matrices(of: machine.Machine, address: Any, *words: Any) -> tuple[()]:
-    """Stores up to four such matrices. Each group of 8 lanes has the addresses of one."""
-    for number, word in enumerate(words):
-        of.store("shared", _places_of_matrix(of, address, number), 4, [word])
+def _store_matrices(of: machine.Machine, address: Any, *words: Any, is_transposed: bool) -> tuple[()]:
+    for word, places in zip(words, _places_of_matrices(of, address, len(words), is_transposed), strict=True):
+        for k, place in enumerate(places):
+            of.store("shared", place, 2, [(np.asarray(word) >> np.uint32(16 * k)).astype(np.uint16)])
     return ()
 
 
-def _places_of_matrix(of: machine.Machine, address: Any, number: int) -> np.ndarray:
-    lanes = np.arange(of.now.size)
-    row = lanes // machine.WARP * machine.WARP + 8 * number + lanes % machine.WARP // 4
-    return np.asarray(address)[row] + (lanes % 4 * 4).astype(np.asarray(address).dtype)
+def _places_of_matrices(of: machine.Machine, address: Any, count: int, is_transposed: bool) -> Iterator[list[np.ndarray]]:
+    """Yields, for each matrix, the addresses of both elements that a lane has of it."""
+    lanes, address = np.arange(of.now.size), np.asarray(address)
+    for matrix in range(count):
+        first = lanes // machine.WARP * machine.WARP + 8 * matrix
+        by_four = lanes % machine.WARP // 4
+        ends = ((lanes % 4 * 2 + k, by_four) if is_transposed else (by_four, lanes % 4 * 2 + k) for k in range(2))
+        yield [address[first + row] + (2 * column).astype(address.dtype) for row, column in ends]
 
 
 @functools.cache

@@ -9,7 +9,8 @@ transposed, so that a row of the scores in registers is a key. For dQ the deriva
     dV += P' dO    dK += dS' Q    dQ += dS K    delta = sum(dO out) - dlse
 
 Reads Q, K, V, dO, lse and delta, Q and dO once for each block of keys; writes dK and dV once; adds to dQ in float32, in global
-memory, once for each block of keys: `10 * T * S * H` operations a head, whichever cotangents are wanted. Source: Dao 2023,
+memory, once for each block of keys: `10 * T * S * H` operations a head, whichever cotangents are wanted. The derivative
+of a bias is dS: tiles are added in float32, or stored in 16 bits where each score has a bias of its own. Source: Dao 2023,
 arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608, section 3.
 
 NaN or infinity in queries, keys and values that are not seen shows, as they are multiplied by 0. float16 holds derivatives of
@@ -20,6 +21,7 @@ This file has the launch, the division of work among warpgroups, and the produce
 """
 
 import functools
+import itertools
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, replace
@@ -42,8 +44,15 @@ from jaxsoftmax.ops.attention.mosaic_sm90.backward_pipeline import (
     HalfConsumer,
     WeightsConsumer,
 )
-from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import ADDERS, CONSUMERS, SIZES, BackwardGeometry, shape_backward
-from jaxsoftmax.ops.attention.mosaic_sm90.common import KERNEL, ROWS, lay_out
+from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import (
+    ADDERS,
+    CONSUMERS,
+    SIZES,
+    BackwardGeometry,
+    BiasGradient,
+    shape_backward,
+)
+from jaxsoftmax.ops.attention.mosaic_sm90.common import KERNEL, ROWS, lay_out, record
 from jaxsoftmax.ops.attention.operands import (
     INITIAL_D_QUERY,
     OPERANDS,
@@ -92,7 +101,7 @@ class BackwardPlan:
 def plan(problem: AttentionProblem, target: Target) -> BackwardPlan | Refusal:
     """Plans the cotangents that a problem wants."""
     types, params = problem.types, problem.params
-    wanted, is_deterministic = params["wanted"], params["deterministic_gradients"]
+    wanted, is_deterministic, is_partial = params["wanted"], params["deterministic_gradients"], params.get("is_partial", False)
     keys = types["key"].shape[-3]
     if problem.dtype == jnp.float32:
         return Refusal("derivatives of float32 have no kernel", lacks_kernel=True)
@@ -100,15 +109,12 @@ def plan(problem: AttentionProblem, target: Target) -> BackwardPlan | Refusal:
         return Refusal(f"derivatives of head sizes above {SIZES[-1]} have no kernel, got {size}", lacks_kernel=True)
     if {"bias", "mask"} & set(types) and keys > _MAX_MASKED:
         return Refusal(f"there must be at most {_MAX_MASKED} keys with a bias or a mask, got {keys}")
-    if "bias" in wanted and is_deterministic:
-        length, heads = types["query"].shape[-3:-1]
-        shape, whole = types["bias"].shape, (*problem.batch, heads, length, keys)
-        if shape != whole:
-            return Refusal(f"the derivative of a bias that is broadcast, {shape} to {whole}, is summed in any order")
+    if "bias" in wanted and is_deterministic and (shape := types["bias"].shape)[-1] != keys:
+        return Refusal(f"the derivative of a bias that is the same for all keys, {shape}, is summed in any order")
     geometry = None
     if set(wanted) - {"sinks"}:
-        geometry = shape_backward(types, target, wanted, is_deterministic, **problem.options)
-    return BackwardPlan(geometry, tuple(wanted), params["window"], params.get("is_partial", False))
+        geometry = shape_backward(types, target, wanted, is_deterministic, is_partial, **problem.options)
+    return BackwardPlan(geometry, tuple(wanted), params["window"], is_partial)
 
 
 def launch(
@@ -123,6 +129,9 @@ def launch(
     """
     tables = {"spans": _spans(geometry, operands)} if geometry.is_varying else {}
     refs, records = _lay_out(geometry, operands | tables, lse, delta, d_out)
+    if geometry.bias_gradient is not BiasGradient.NONE:
+        *entries, heads, rows, _ = _bias_sums(geometry, operands["bias"].shape)
+        records["dbias"] = record(geometry.batch, tuple(entries), heads, rows)
     # In a loop XLA would make one fusion of the kernel and the slices of its operands, and forget what it writes in place.
     large = [name for name in refs if name not in ("lse", "delta")]
     refs.update(zip(large, lax.optimization_barrier([refs[name] for name in large]), strict=True))
@@ -132,6 +141,9 @@ def launch(
     written = _written(geometry, operands, initial_d_query)
     if geometry.is_deterministic and geometry.is_varying:
         refs["before"] = geometry.turns_before(tables["spans"])
+        if geometry.adds_bias_in_turns:
+            bias = operands["bias"].shape[:-3]
+            refs["bias_before"] = geometry.bias_turns_before(tables["spans"], bias)
     types = _result_types(geometry, is_partial)
     run = kernel_of(
         functools.partial(_kernel, geometry, records, waves),
@@ -175,12 +187,21 @@ def _whole(geometry: BackwardGeometry, array, sizes):
     return jnp.pad(array, ((0, 0), (0, more[0]), (0, 0), (0, more[1]))) if any(more) else array
 
 
+def _in_tiles(matrices):
+    """Pads matrices so that TMA takes them in tiles."""
+    more = [(0, 0), (0, -matrices.shape[1] % 8), (0, -matrices.shape[2] % ROWS)]
+    return jnp.pad(matrices, more) if any(map(any, more)) else matrices
+
+
 def _lay_out(geometry: BackwardGeometry, operands, lse, delta, d_out):
     """Reshapes operands as the kernel addresses them. Rows behind the last are 0: their weights are 1, their products 0."""
     (length, heads, _), (keys, key_heads, _) = geometry.query, geometry.key
     value_size, padding = operands["value"].shape[-1], -length % geometry.config.block_q
     main = ("query", "key", "value")
     extras, records = lay_out(geometry.batch, {name: array for name, array in operands.items() if name not in main})
+
+    if geometry.config.stages_bias:
+        extras["bias"] = _in_tiles(extras["bias"].reshape(-1, *operands["bias"].shape[-2:]))
 
     def line(array):
         array = jnp.broadcast_to(array, (*geometry.batch, heads, length)).reshape(-1, heads, length)
@@ -209,10 +230,34 @@ def _written(geometry: BackwardGeometry, operands, d_query) -> OrderedDict[str, 
     if geometry.is_deterministic:
         turns = math.prod(geometry.batch) * geometry.query[1] * geometry.blocks_q
         written["turns"] = jnp.zeros((turns,), jnp.int32)
-    if geometry.adds_bias:
-        bias = operands["bias"].shape
-        written["dbias"] = jnp.zeros(bias, jnp.float32).reshape(-1, bias[-1])
+    if geometry.bias_gradient is not BiasGradient.NONE:
+        written["dbias"] = _initial_d_bias(geometry, _bias_sums(geometry, operands["bias"].shape))
+        if geometry.adds_bias_in_turns:
+            turns = written["dbias"].shape[0] * geometry.blocks_kv * geometry.blocks_q
+            written["bias_turns"] = jnp.zeros((turns,), jnp.int32)
     return written
+
+
+def _bias_sums(geometry: BackwardGeometry, bias: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of the sums that the kernel makes for the derivative of a bias of a shape, with all batch axes.
+
+    One that all queries share has few elements: each head has its own sums, which XLA adds up, so that few blocks of threads
+    add to one element.
+    """
+    if bias[-2] == 1:
+        return (*geometry.batch, geometry.query[1], *bias[-2:])
+    return (1,) * (len(geometry.batch) + 3 - len(bias)) + bias
+
+
+def _initial_d_bias(geometry: BackwardGeometry, sums: tuple[int, ...]) -> jax.Array:
+    """Returns what the derivative of a bias is before the kernel: 0, except where the kernel writes all of it."""
+    if geometry.bias_gradient is BiasGradient.SUMS:
+        return jnp.zeros((math.prod(sums[:-1]), sums[-1]), jnp.float32)
+    shape = math.prod(sums[:-2]), sums[-2] + -sums[-2] % 8, sums[-1] + -sums[-1] % ROWS  # as TMA needs them
+    if geometry.bias_gradient is BiasGradient.ADDED:
+        return jnp.zeros(shape, jnp.float32)
+    visits_all = geometry.window == (None, None) and not geometry.is_varying
+    return (lax.empty if visits_all else jnp.zeros)(shape, geometry.dtype)
 
 
 def _keys_shape(geometry: BackwardGeometry) -> tuple[int, ...]:
@@ -233,12 +278,19 @@ def _cotangents(geometry: BackwardGeometry, operands, written, results, is_parti
     """Returns the cotangents by name, from what the kernel has written."""
     (length, _, head_size), keys, value_size = geometry.query, geometry.key[0], operands["value"].shape[-1]
     results = [x.ravel() for x in results.values()]  # flat, so that XLA sees that halves which are put together are the whole
-    results, dq, dbias = lax.optimization_barrier((results, written["dq"], written.get("dbias")))
+    results, dq, d_bias = lax.optimization_barrier((results, written["dq"], written.get("dbias")))
     dk, dv = (x.reshape(_keys_shape(geometry)) for x in (jnp.split(results[0], 2) if is_partial else results))
     dq = dq if is_partial else geometry.scale * dq
     arrays = {"query": dq[:, :length, :, :head_size], "key": dk[:, :keys, :, :head_size], "value": dv[:, :keys, :, :value_size]}
     cotangents = {name: array.reshape(*geometry.batch, *array.shape[1:]) for name, array in arrays.items()}
-    return cotangents | ({"bias": dbias.reshape(operands["bias"].shape)} if geometry.adds_bias else {})
+    if d_bias is not None:
+        bias = operands["bias"].shape
+        sums = _bias_sums(geometry, bias)
+        if geometry.bias_gradient is not BiasGradient.SUMS:
+            d_bias = d_bias[:, : sums[-2], : sums[-1]]
+        d_bias = d_bias.reshape(sums)
+        cotangents["bias"] = summed_to(d_bias, (1,) * (len(sums) - len(bias)) + bias).reshape(bias)
+    return cotangents
 
 
 def _kernel(geometry: BackwardGeometry, records, waves, refs, results, **memory) -> None:
@@ -294,14 +346,31 @@ class BackwardProducer(BackwardRole):
         first, total = tile.block * self.geometry.block_kv, self.geometry.heads_per_key_head * tile.count
         pl.when(total > 0)(lambda: self._copy_queries(tile, steps, 0))
         self._copy_keys_and_values(tile, first)
-        pl.when(total > 0)(lambda: self._copy_cotangents(tile, steps, 0))
+
+        def copy_rest(i):
+            self._copy_cotangents(tile, steps, i)
+            if self.geometry.config.stages_bias:
+                self._copy_bias(tile, first, i)
+
+        pl.when(total > 0)(lambda: copy_rest(0))
 
         @pl.loop(1, total)
         def _(i):
             self._copy_queries(tile, steps, i)
-            self._copy_cotangents(tile, steps, i)
+            copy_rest(i)
 
         return steps + total
+
+    def _copy_bias(self, tile, first, i):
+        """Copies the bias of step `i` of a tile, whose keys are from `first` on."""
+        bias, staged = self.operands["bias"], self.memory["bias"]
+        halves, slabs = staged.shape[:2]
+        head, block = self.head_and_block(tile, i)
+        plgpu.barrier_wait(self.memory["bias_empty"])
+        for half, slab in itertools.product(range(halves), range(slabs)):
+            rows = pl.ds(block * self.geometry.config.block_q + slab * ROWS, ROWS)
+            source = bias.ref.at[bias.entry(tile.b, head), rows, pl.ds(first + half * ROWS, ROWS)]
+            plgpu.copy_gmem_to_smem(source, staged.at[half, slab], self.memory["bias_full"])
 
     def _copy_keys_and_values(self, tile, first):
         """Copies keys and values of a tile, from key `first` on."""
@@ -369,14 +438,39 @@ class TurnAdder(BackwardRole):
                 before = self.refs["before"][tile.b, tile.block, block]
             else:
                 before = tile.block - geometry.first_key_block(block, KERNEL)
+            bias_turn = self._add_to_bias(tile, head, block) if geometry.adds_bias_in_turns else None
             tickets.await_count(self.refs["turns"], turn, before)
             for piece in range(geometry.config.pieces):
-                plgpu.barrier_wait(self.memory["sums_full"].at[self.index])
-                for consumer in range(CONSUMERS):
-                    self.add_to_dq(consumer, tile.b, head, block, piece)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(self.memory["sums_empty"])
+                self._take_over(lambda consumer, piece=piece: self.add_to_dq(consumer, tile.b, head, block, piece))
             plgpu.wait_smem_to_gmem(0)
             tickets.add_one(self.refs["turns"], turn)
+            if bias_turn is not None:
+                tickets.add_one(self.refs["bias_turns"], bias_turn)
 
         return steps + total
+
+    def _add_to_bias(self, tile, head, block):
+        """Adds what consumers stage for the bias in a step, when the head's turn comes; returns the number of the counter.
+
+        Heads of the batch that share elements of the bias add in their order.
+        """
+        geometry, d_bias = self.geometry, self.operands["dbias"]
+        turn = (d_bias.entry(tile.b, head) * geometry.blocks_kv + tile.block) * geometry.blocks_q + block
+        if "bias_before" in self.refs:
+            before = self.refs["bias_before"][tile.b, tile.block, block]
+        else:
+            before = d_bias.sharers_before(tile.b)
+        if d_bias.heads == 1:
+            before = before * geometry.query[1] + head
+        tickets.await_count(self.refs["bias_turns"], turn, before)
+        for slab in range(geometry.config.block_q // ROWS):
+            self._take_over(lambda consumer, slab=slab: self.add_to_bias(tile, consumer, head, block, slab))
+        return turn
+
+    def _take_over(self, add):
+        """Adds what both consumers have staged, and tells them when it has left shared memory."""
+        plgpu.barrier_wait(self.memory["sums_full"].at[self.index])
+        for consumer in range(CONSUMERS):
+            add(consumer)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(self.memory["sums_empty"])

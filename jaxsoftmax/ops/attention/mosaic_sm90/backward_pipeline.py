@@ -41,6 +41,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import (
     CONSUMERS,
     DS_STAGES,
     BackwardGeometry,
+    BiasGradient,
     tile_transforms,
 )
 from jaxsoftmax.ops.attention.mosaic_sm90.common import (
@@ -110,6 +111,10 @@ class BackwardRole:
         tiles, heads = jnp.int32(geometry.tiles_of_head), jnp.int32(geometry.key[1])
         pair, tile = lax.div(number, tiles), lax.rem(number, tiles)
         b, head = lax.div(pair, heads), lax.rem(pair, heads)
+        if geometry.bias_gradient is BiasGradient.ADDED and not geometry.is_deterministic and operands["dbias"].heads > 1:
+            # Tiles of all batch entries come together, as they add to the same elements, which the L2 cache then holds.
+            entries = jnp.int32(math.prod(geometry.batch))
+            b, head = lax.rem(pair, entries), lax.div(pair, entries)
         block, other_block = (2 * tile + self.rank, 2 * tile + 1 - self.rank) if geometry.is_paired else (tile, None)
         lengths = []
         for name, size in zip(("query_lengths", "key_lengths"), geometry.lengths, strict=True):
@@ -155,6 +160,19 @@ class BackwardRole:
         rows, columns = self.geometry.parts
         return [consumer if rows > 1 else 0, CONSUMERS * self.rank + consumer if columns > 1 else 0]
 
+    def add_to_bias(self, tile, consumer, head, block, slab) -> None:
+        """Starts to add what a consumer staged, derivatives of scores for 64 queries, to that of the bias in global memory."""
+        if not self.geometry.config.roles or consumer == CONSUMERS - 1:  # of roles, the second has them
+            target = self.place_in_d_bias(tile, consumer, head, block, slab)
+            plgpu.copy_smem_to_gmem(self.memory["sums"].at[consumer], target, reduction_op="add")
+
+    def place_in_d_bias(self, tile, consumer, head, block, slab):
+        """Returns the place of 64 queries and a consumer's 64 keys in the derivative of the bias."""
+        geometry, d_bias = self.geometry, self.operands["dbias"]
+        first = tile.block * geometry.block_kv + (0 if geometry.config.roles else consumer * ROWS)
+        rows = pl.ds(block * geometry.config.block_q + slab * ROWS, ROWS)
+        return d_bias.ref.at[d_bias.entry(tile.b, head), rows, pl.ds(first, ROWS)]
+
     def add_to_dq(self, consumer, b, head, block, piece) -> None:
         """Starts to add what a consumer staged, a piece of its part of dQ, to global memory."""
         staged, (slab, part) = self.memory["sums"].at[consumer], self.part_of_dq(consumer)
@@ -165,12 +183,12 @@ class BackwardRole:
 
 
 class BackwardScores:
-    """Weights and derivatives for 64 keys, from `first` on, and one block of queries after the other."""
+    """Weights and derivatives for 64 keys of a consumer, from `first` on, and one block of queries after the other."""
 
-    def __init__(self, role, tile, first, *, needs_segments):
-        self.geometry, self.operands, self.refs = role.geometry, role.operands, role.refs
+    def __init__(self, consumer, tile, first, *, needs_segments):
+        self.consumer, self.geometry, self.operands = consumer, consumer.geometry, consumer.operands
         self.tile, self.first = tile, first
-        geometry, names = role.geometry, role.geometry.names
+        geometry, names = consumer.geometry, consumer.geometry.names
         self.shape = ROWS, geometry.config.block_q
         has_lengths = not {"query_lengths", "key_lengths"}.isdisjoint(names)
         self.is_limited = geometry.window != (None, None) or geometry.is_ragged or has_lengths
@@ -187,7 +205,7 @@ class BackwardScores:
         """Loads what global memory has on the block of queries of a step: bias, mask and segments."""
         loaded = {}
         for name in ("bias", "mask"):
-            if name in self.operands:
+            if name in self.operands and not (name == "bias" and self.geometry.config.stages_bias):
                 operand = self.operands[name]
                 place = self._place(operand, current)
                 loaded[name] = wgmma.load_transposed(operand.ref, *place, self.shape, varies=operand.varies)
@@ -207,16 +225,14 @@ class BackwardScores:
         if self.geometry.soft_cap is not None:
             s = tanh(s * (self.geometry.scale / self.geometry.soft_cap))
             slope, factor = 1 - s * s, self.geometry.soft_cap
-        if "bias" in loaded:
-            bias = loaded["bias"].astype(jnp.float32)
-            s = jnp.where(bias == -jnp.inf, -jnp.inf, s * factor + bias)  # s may be NaN
+        if "bias" in self.operands:
+            bias = (self.consumer.bias() if self.geometry.config.stages_bias else loaded["bias"]).astype(jnp.float32)
+            # Scores may be as large as `finfo.min`, and so the log-sum-exp; or NaN.
+            s, factor = jnp.where(bias == -jnp.inf, -jnp.inf, s * factor + bias) - along_rows(lse, s.shape), 1
         if "mask" in loaded:
             s = jnp.where(loaded["mask"] != 0, s, -jnp.inf)
-        if "bias" in loaded:  # scores may be as large as `finfo.min`
-            p = jnp.exp2((s - along_rows(lse, s.shape)) * LOG2E)
-        else:
-            s = s * (factor * LOG2E)
-            p = jnp.exp2(s if self.geometry.is_seeded else s - along_rows(lse, s.shape))
+        s = s * (factor * LOG2E)
+        p = jnp.exp2(s if self.geometry.is_seeded or "bias" in self.operands else s - along_rows(lse, s.shape))
         if self.is_banded:
             p = lax.cond(current.banded, lambda p: self._masked(p, loaded, current), lambda p: p, p)
         return p, slope
@@ -251,14 +267,16 @@ class BackwardScores:
         return ds if slope is None else ds * slope
 
     def add_to_bias(self, ds, current) -> None:
-        """Adds the derivatives of scores to that of the bias in global memory, if it is wanted.
+        """Adds the derivatives of scores to that of the bias in global memory, in float32, if it is made of sums.
 
-        In float32, to an array of the bias's own shape: sums along axes along which the bias does not vary are made in
-        registers first. Additions come in any order.
+        Sums along axes along which the bias does not vary are made in registers first. Additions come in any order.
         """
-        if self.geometry.adds_bias:
-            operand = self.operands["bias"]
-            wgmma.add_transposed(self.refs["dbias"], *self._place(operand, current), ds, varies=operand.varies)
+        if self.geometry.bias_gradient is BiasGradient.SUMS:
+            sums = self.operands["dbias"]
+            wgmma.add_transposed(sums.ref, *self._place(sums, current), ds, varies=sums.varies)
+        elif self.geometry.bias_gradient is BiasGradient.ADDED:
+            for slab in range(self.shape[1] // ROWS):
+                self.consumer.stage_for_bias(self.tile, current, slab, ds[:, slab * ROWS : (slab + 1) * ROWS])
 
     def _limits(self, start):
         """Returns the first and the last column that each row sees; None for no limit. Columns are queries from `start` on."""
@@ -299,6 +317,8 @@ class BackwardConsumer(BackwardRole):
         for name, stages in zip(("q_empty", "do_empty"), self.geometry.config.stages, strict=True):
             for stage in range(stages):
                 plgpu.barrier_arrive(self.memory[name].at[stage])
+        if self.geometry.config.stages_bias:  # those that make weights read it
+            pl.when(self.index < self.memory["bias"].shape[0])(lambda: plgpu.barrier_arrive(self.memory["bias_empty"]))
 
     def step(self, scores, current, sums) -> jax.Array | None:
         """Adds a block of queries to the sums.
@@ -332,7 +352,7 @@ class BackwardConsumer(BackwardRole):
             def visit_next(block, before):
                 index = last - (block - tile.low)
                 current, dq = visit(sums, index, head, block)
-                self.add(tile, index - 1, *before, dq=dq, is_empty=geometry.is_seeded)
+                self.add(tile, index - 1, *before, dq=dq, is_empty=geometry.is_empty_early)
                 self.end_step(current)
                 return [head, block]
 
@@ -360,6 +380,14 @@ class BackwardConsumer(BackwardRole):
         plgpu.barrier_wait(self.memory["v_full"])
         return steps + pl.run_scoped(add_up, *(plgpu.ACC((ROWS, geometry.size), jnp.float32) for _ in self.SUMS))
 
+    def bias(self) -> jax.Array:
+        """Loads the bias of a step from shared memory, where the next one may come then."""
+        staged = self.memory["bias"].at[0 if self.geometry.config.roles else self.index]
+        plgpu.barrier_wait(self.memory["bias_full"])
+        slabs = [plgpu.load(staged.at[slab].T, layout=LAYOUT) for slab in range(staged.shape[0])]
+        plgpu.barrier_arrive(self.memory["bias_empty"])
+        return jnp.concatenate(slabs, 1) if len(slabs) > 1 else slabs[0]
+
     def multiply_keys(self, s_acc, half, current) -> None:
         """Starts S' += K Q'."""
         width, q = self.geometry.part_size, self.memory["q"].at[current.stage]
@@ -380,25 +408,37 @@ class BackwardConsumer(BackwardRole):
         if dq_acc is None:
             return 0
         (slab, part), ds_stage, halves = self.part_of_dq(self.index), self.ds_stage(step), self.geometry.block_kv // ROWS
+        is_transposed = self.geometry.bias_gradient is BiasGradient.STORED  # queries are rows
         for half in range(halves):
-            plgpu.wgmma(dq_acc, ds_stage.at[half, slab].T, self.memory["k"].at[half + hidden_zero(step, 2), part])
+            ds = ds_stage.at[half, slab]
+            keys = self.memory["k"].at[half + hidden_zero(step, 2), part]
+            plgpu.wgmma(dq_acc, ds if is_transposed else ds.T, keys)
         if not self.geometry.is_paired:
             return halves
         sync.await_peer(self.memory["arrivals"], step)
         plgpu.wgmma(dq_acc, ds_stage.at[1, slab].T, self.memory["other_k"].at[self.index + hidden_zero(step, 2)])
         return halves + 1
 
-    def share(self, half, ds, step) -> None:
+    def share(self, half, ds, tile, current) -> None:
         """Stores the derivatives of scores for both consumers. `arrive` tells the other one.
 
         A stage is written again two steps later. `await_other` makes sure that the other consumer has read it then.
         """
-        for slab in range(self.geometry.config.block_q // ROWS):
-            self.ds_stage(step)[half, slab] = ds[:, slab * ROWS : (slab + 1) * ROWS]
+        geometry = self.geometry
+        is_stored = geometry.bias_gradient is BiasGradient.STORED
+        if is_stored:  # those of two steps before, of which a stage was stored, have left shared memory
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        stages = [self.ds_stage(current.index).at[half, slab] for slab in range(geometry.config.block_q // ROWS)]
+        for slab, stage in enumerate(stages):
+            (stage.T if is_stored else stage)[...] = ds[:, slab * ROWS : (slab + 1) * ROWS]
         plgpu.commit_smem()
-        if self.geometry.is_paired:
-            transforms = tile_transforms(self.geometry.dtype)
-            sync.exchange_with_peer(self.memory["ds"], transforms, self.memory["arrivals"], 1 - self.rank, step)
+        if is_stored:
+            for slab, stage in enumerate(stages):
+                target = self.place_in_d_bias(tile, self.index, current.head, current.block, slab)
+                plgpu.copy_smem_to_gmem(stage, target)
+        if geometry.is_paired:
+            transforms = tile_transforms(geometry.dtype)
+            sync.exchange_with_peer(self.memory["ds"], transforms, self.memory["arrivals"], 1 - self.rank, current.index)
 
     def ds_stage(self, step):
         """Returns the stage of the derivatives of a step's scores."""
@@ -451,6 +491,20 @@ class BackwardConsumer(BackwardRole):
         else:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+    def stage_for_bias(self, tile, current, slab, ds) -> None:
+        """Adds derivatives of scores for 64 queries to that of the bias in global memory."""
+        self.await_staged()
+        self.memory["sums"].at[self.index].T[...] = wgmma.single_elements(ds)
+        plgpu.commit_smem()
+        if self.geometry.is_deterministic:
+            self.give_to_adder(current.index)
+        else:
+            self.add_to_bias(tile, self.index, current.head, current.block, slab)
+
+    def give_to_adder(self, step) -> None:
+        """Gives what is staged to the warp that adds what belongs to a step, in the order of turns."""
+        plgpu.barrier_arrive(self.memory["sums_full"].at[lax.rem(step, jnp.int32(ADDERS))])
+
     def add(self, tile, step, head, block, dq, *, is_empty=False) -> None:
         """Adds the consumer's part of dQ of a step to global memory, or gives it to the warps that do in the order of turns.
 
@@ -464,7 +518,7 @@ class BackwardConsumer(BackwardRole):
             self.memory["sums"][self.index] = dq[:, piece * width : (piece + 1) * width]
             plgpu.commit_smem()
             if geometry.is_deterministic:
-                plgpu.barrier_arrive(self.memory["sums_full"].at[lax.rem(step, jnp.int32(ADDERS))])
+                self.give_to_adder(step)
             else:
                 self.add_to_dq(self.index, tile.b, head, block, piece)
 
@@ -517,7 +571,7 @@ class HalfConsumer(BackwardConsumer):
         accumulator = plgpu.ACC(scores.shape, jnp.float32)
         ds = pl.run_scoped(functools.partial(self._derive, scores, current, dv_acc), accumulator, accumulator)
         self.await_other(current)
-        self.share(self.index, ds, current.index)
+        self.share(self.index, ds, scores.tile, current)
 
         def multiply(dq_acc):
             plgpu.wgmma(dk_acc, ds, memory["q"].at[current.stage])
@@ -537,38 +591,33 @@ class HalfConsumer(BackwardConsumer):
         geometry, memory, do = self.geometry, self.memory, self.memory["do"].at[current.stage_do]
         plgpu.barrier_wait(memory["q_full"].at[current.stage])
         if geometry.is_seeded:
+            s_acc[...] = self._seed("q_lse", current.stage, scores.shape)
+        if geometry.seeds_delta:
             plgpu.barrier_wait(memory["do_full"].at[current.stage_do])
-            lse, seed = None, self._seed(scores.shape)
-            s_acc[...] = seed("q_lse", current.stage)
             plgpu.barrier_wait(memory["delta_full"].at[current.stage_do])
-            dp_acc[...] = seed("do_delta", current.stage_do)
-        else:
-            lse = plgpu.load(self.line("q_lse", current.stage))
+            dp_acc[...] = self._seed("do_delta", current.stage_do, scores.shape)
         self.multiply_keys(s_acc, self.index + hidden_zero(current.index, 0), current)
-        if not geometry.is_seeded:
+        if not geometry.seeds_delta:
             plgpu.barrier_wait(memory["do_full"].at[current.stage_do])
         plgpu.wgmma(dp_acc, memory["v"].at[self.index + hidden_zero(current.index, 1)], do.T)
         loaded = scores.load(current)
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+        lse = None if geometry.is_seeded else plgpu.load(self.line("q_lse", current.stage))
         p, slope = scores.weights(s, lse, loaded, current)
         kept = scores.kept(current)
         p, rounded = lax.optimization_barrier((p, where_kept(kept, p).astype(geometry.dtype)))
         plgpu.wgmma(dv_acc, rounded, do)
-        if geometry.is_seeded:
-            # Always true. With a branch between the weights and the other product ptxas does not compute them after it.
-            if not current.is_first:
-                pl.when(current.index > 0)(self.await_staged)
-            delta = None
-        else:
-            delta = self._delta(current)
+        # Always true. With a branch between the weights and the other product ptxas does not compute them after it.
+        if geometry.is_empty_early and not current.is_first:
+            pl.when(current.index > 0)(self.await_staged)
+        delta = None if geometry.seeds_delta else self._delta(current)
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
         return scores.derivatives(p, slope, dp, delta, kept, current).astype(geometry.dtype)
 
-    def _seed(self, shape):
-        """Returns a function of the name and the stage of a line that loads what a sum of products starts with."""
-        if self.geometry.seeds_from_memory:
-            return lambda name, stage: wgmma.load_along_rows(self.line(name, stage), shape)
-        return lambda name, stage: along_rows(plgpu.load(self.line(name, stage)), shape)
+    def _seed(self, name, stage, shape):
+        """Loads what a sum of products starts with, from a line in shared memory."""
+        line = self.line(name, stage)
+        return wgmma.load_along_rows(line, shape) if self.geometry.seeds_from_memory else along_rows(plgpu.load(line), shape)
 
     def _delta(self, current):
         """Loads the deltas of a block of queries, once they are there."""
@@ -587,6 +636,9 @@ class WeightsConsumer(BackwardConsumer):
         plgpu.barrier_arrive(memory["q_empty"].at[current.stage])
         self.weights(current.index)[...] = p
         sync.named_barrier_arrive(jnp.int32(_WEIGHTS))
+        if self.geometry.adds_bias_in_turns:  # the other consumer has staged derivatives for the bias
+            self.await_staged()
+            self.give_to_adder(current.index)
         plgpu.barrier_wait(memory["do_full"].at[current.stage_do])
         if not self.geometry.is_paired:  # or it has waited, before it wrote weights
             self.await_other(current)
@@ -646,7 +698,7 @@ class DerivativesConsumer(BackwardConsumer):
         if not geometry.is_paired:
             sync.named_barrier_arrive(jnp.int32(_WEIGHTS_READ))
         self.await_other(current)
-        self.share(0, ds, current.index)
+        self.share(0, ds, scores.tile, current)
 
         def multiply(dq_acc):
             self.multiply_derivatives(dq_acc, current.index - 1)

@@ -1,9 +1,11 @@
 """How the backward kernel runs a problem: tiles, the blocks of queries that they visit, their turns, and shared memory."""
 
+import enum
+import functools
 import itertools
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -23,6 +25,18 @@ DS_STAGES = 2  # for the derivatives of the scores: one is written while the oth
 _LEAST_SEEDED = 1e-30  # of scales by which a log-sum-exp may be divided
 
 
+class BiasGradient(enum.Enum):
+    """How the kernel writes the derivative of a bias, which is that of the scores, to global memory."""
+
+    NONE = "not wanted"
+    # Each thread adds sums in float32: the bias is the same for all queries, or for all keys.
+    SUMS = "bias's gradient added by threads"
+    # Tiles are added by TMA, in float32: several scores share an element of the bias, or it is not of the dtype of queries.
+    ADDED = "bias's gradient added in tiles"
+    # Tiles are stored by TMA, in the dtype of queries, as dQ reads them from shared memory: each score has an element.
+    STORED = "bias's gradient stored in tiles"
+
+
 @dataclass(frozen=True)
 class BackwardConfig:
     """Settings of a block of threads of the backward kernel."""
@@ -38,6 +52,7 @@ class BackwardConfig:
     # a program of its own, in which its number is a constant.
     one_program: bool = False
     registers: tuple[int, int] = (24, 240)  # of a thread of the producer, and of a consumer
+    stages_bias: bool = False  # the bias of a step comes to shared memory by TMA; else each thread loads its elements
 
 
 # Registers of a thread that hold arrays, and KiB of shared memory. There are 240 registers (two warpgroups of 240 and one of
@@ -80,7 +95,7 @@ class BackwardGeometry(AttentionGeometry):
 
     config: BackwardConfig
     size: int  # head size on chip
-    adds_bias: bool  # the derivative of the bias is wanted
+    bias_gradient: BiasGradient
     is_deterministic: bool  # dQ has the same bits in every run: blocks of keys add to it in the order of turns
     is_varying: bool  # operands say which queries a block of keys visits
 
@@ -97,6 +112,7 @@ class BackwardGeometry(AttentionGeometry):
     # True if the sums of products start with what is subtracted from them, because nothing comes between: the sum of S' with
     # `-lse / scale`, the sum of dP' with `-delta`. Neither is in registers then, and one operation for each score is less.
     is_seeded: bool = field(init=False)
+    seeds_delta: bool = field(init=False)
     # True if a thread loads what a sum starts with to each register, in place of moving what it has loaded from one to another.
     seeds_from_memory: bool = field(init=False)
     is_paired: bool = field(init=False)  # two blocks of threads share a tile
@@ -108,11 +124,13 @@ class BackwardGeometry(AttentionGeometry):
         block_kv = ROWS if config.roles else ROWS * CONSUMERS
         blocks_kv = pl.cdiv(keys, block_kv)
         # Beside all that two blocks exchange there is no room for tickets, or for weights that the bias's derivative needs.
-        is_paired = config.pairs and not (self.is_deterministic or self.is_varying or self.adds_bias)
+        has_room = self.bias_gradient is BiasGradient.NONE and not self.config.stages_bias
+        is_paired = config.pairs and has_room and not (self.is_deterministic or self.is_varying)
         cluster = 2 if is_paired else 1
         parts = config.block_q // ROWS, cluster * CONSUMERS * ROWS // config.block_q
-        is_plain = self.soft_cap is None and not {"bias", "seeds"} & self.names
-        passes_both = config.roles and self.adds_bias and self.soft_cap is not None
+        seeds_delta = not config.roles and "seeds" not in self.names
+        is_plain = self.soft_cap is None and "bias" not in self.names
+        passes_both = config.roles and self.bias_gradient is not BiasGradient.NONE and self.soft_cap is not None
         self._derive(
             lengths=(length, keys),
             heads_per_key_head=heads // key_heads,
@@ -123,7 +141,8 @@ class BackwardGeometry(AttentionGeometry):
             parts=parts,
             part_size=self.size // parts[1],
             is_ragged=keys % (cluster * block_kv) != 0,
-            is_seeded=is_plain and not config.roles and self.scale > _LEAST_SEEDED,
+            is_seeded=is_plain and seeds_delta and self.scale > _LEAST_SEEDED,
+            seeds_delta=seeds_delta,
             # 64: 12950 us in place of 13165 (16384 tokens, forward and backward, H100). 128 with 4 query heads to a key head:
             # 1686 us in place of 1805 (4096 causal tokens), with one: 11346 us in place of 11230.
             seeds_from_memory=self.size == 64 or heads > key_heads,
@@ -134,6 +153,16 @@ class BackwardGeometry(AttentionGeometry):
             n_tiles=math.prod(self.batch) * key_heads * pl.cdiv(blocks_kv, cluster),
             cluster=cluster,
         )
+
+    @property
+    def adds_bias_in_turns(self) -> bool:
+        """True if warps add the derivative of the bias in the order of turns."""
+        return self.is_deterministic and self.bias_gradient is BiasGradient.ADDED
+
+    @property
+    def is_empty_early(self) -> bool:
+        """True if consumers wait before they have the derivatives of scores until what they staged has left shared memory."""
+        return self.seeds_delta and self.bias_gradient is not BiasGradient.ADDED
 
     def describe(self) -> str:
         """Says in one line how the kernel runs."""
@@ -147,6 +176,7 @@ class BackwardGeometry(AttentionGeometry):
         ]
         parts += ["two blocks of threads share a tile"] if self.is_paired else []
         parts += ["dQ added in the order of turns"] if self.is_deterministic else []
+        parts += [] if self.bias_gradient is BiasGradient.NONE else [self.bias_gradient.value]
         return ", ".join(parts)
 
     def span(self, block: Any, arithmetic: Arithmetic, lengths: Any = None, offset: Any = 0) -> tuple[Any, Any, Any, Any]:
@@ -214,10 +244,28 @@ class BackwardGeometry(AttentionGeometry):
 
     def turns_before(self, spans: jax.Array) -> jax.Array:
         """Counts the blocks of keys that add to a block of queries before each: int32 `[batch, blocks_kv, blocks_q]`."""
+        visits = self._visits(spans)
+        return jnp.cumsum(visits, -2, dtype=jnp.int32) - visits
+
+    def _visits(self, spans: jax.Array) -> jax.Array:
+        """Says which blocks of queries each block of keys visits: 1 or 0, int32 `[batch, blocks_kv, blocks_q]`."""
         spans = jnp.broadcast_to(spans, (*self.batch, self.blocks_kv, 4)).reshape(-1, self.blocks_kv, 4)
         block = jnp.arange(self.blocks_q, dtype=jnp.int32).reshape(1, 1, -1)
-        visits = ((spans[..., 0, None] <= block) & (block < spans[..., 1, None])).astype(jnp.int32)
-        return jnp.cumsum(visits, -2, dtype=jnp.int32) - visits
+        return ((spans[..., 0, None] <= block) & (block < spans[..., 1, None])).astype(jnp.int32)
+
+    def bias_turns_before(self, spans: jax.Array, bias: tuple[int, ...]) -> jax.Array:
+        """Counts the batch entries before each that add to the same part of a bias: int32 `[batch, blocks_kv, blocks_q]`.
+
+        `bias` are the sizes of the bias's batch axes.
+        """
+        shape = *self.batch, self.blocks_kv, self.blocks_q
+        visits = self._visits(spans).reshape(shape)
+        bias = (1,) * (len(self.batch) - len(bias)) + bias
+        shared = tuple(axis for axis, size in enumerate(bias) if size == 1)
+        first = jnp.moveaxis(visits, shared, range(len(shared)))
+        line = first.reshape(-1, *first.shape[len(shared) :])
+        before = (jnp.cumsum(line, 0, dtype=jnp.int32) - line).reshape(first.shape)
+        return jnp.moveaxis(before, range(len(shared)), shared).reshape(-1, *shape[-2:])
 
     def first_key_block(self, block: Any, arithmetic: Arithmetic) -> Any:
         """Returns the first block of keys that the window lets a block of queries see."""
@@ -227,9 +275,8 @@ class BackwardGeometry(AttentionGeometry):
     def lines(self, lse, delta):
         """Returns log-sum-exp and delta of queries as the kernel takes them. A score of `-inf` then has weight 0."""
         lse = jnp.where(lse == -jnp.inf, 0, lse)
-        if self.is_seeded:
-            return lse * (-1 / self.scale), -delta
-        return (lse if "bias" in self.names else lse * LOG2E), delta
+        factor = -1 / self.scale if self.is_seeded else 1 if "bias" in self.names else LOG2E
+        return lse * factor, -delta if self.seeds_delta else delta
 
     def costs(self) -> tuple[int, ...]:
         """Counts the steps of each tile, or says 1 for all where only then tiles come in the order of turns."""
@@ -287,11 +334,23 @@ class BackwardGeometry(AttentionGeometry):
             "v_full": plgpu.Barrier(num_arrivals=halves),
             "kv_empty": plgpu.Barrier(num_arrivals=CONSUMERS),
             "step_done": step_done,
+            **self._bias_stage(halves),
             "q_full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             "do_full": plgpu.Barrier(num_barriers=stages_do),
             "delta_full": plgpu.Barrier(num_barriers=stages_do),
             "q_empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
             "do_empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages_do),
+        }
+
+    def _bias_stage(self, halves: int) -> dict[str, Any]:
+        """Describes the place for the bias of a step: queries are rows, as in global memory."""
+        if not self.config.stages_bias:
+            return {}
+        slabs = self.config.block_q // ROWS
+        return {
+            "bias": self._tiles(halves, slabs, ROWS, ROWS),
+            "bias_full": plgpu.Barrier(num_arrivals=halves * slabs),
+            "bias_empty": plgpu.Barrier(num_arrivals=halves),
         }
 
     def _tiles(self, *shape: int, dtype: Any = None):
@@ -305,21 +364,50 @@ def tile_transforms(dtype: Any) -> tuple[Any, ...]:
     return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
 
 
+def _varies(types) -> bool:
+    """Returns True if the bias varies both along queries and along keys."""
+    lengths = types["query"].shape[-3], types["key"].shape[-3]
+    return types["bias"].shape[-2:] == lengths and 1 not in lengths
+
+
+def _bias_gradient(types, batch, soft_cap, is_partial) -> BiasGradient:
+    """Says how the derivative of a bias is written, from the types of operands and the sizes of the batch."""
+    if not _varies(types):
+        return BiasGradient.SUMS
+    bias, (length, heads, _) = types["bias"], types["query"].shape[-3:]
+    is_whole = bias.shape == (*batch, heads, length, bias.shape[-1])
+    is_of_products = soft_cap is None and bias.dtype == types["query"].dtype and not is_partial
+    return BiasGradient.STORED if is_whole and is_of_products else BiasGradient.ADDED
+
+
 def shape_backward(
-    types: Mapping[str, Any], target: Target, wanted: Collection[str], is_deterministic: bool, **options: Any
+    types: Mapping[str, Any],
+    target: Target,
+    wanted: Collection[str],
+    is_deterministic: bool,
+    is_partial: bool = False,
+    **options: Any,
 ) -> BackwardGeometry:
     """Shapes the kernel for operands of these types, by name, and the cotangents `wanted`.
 
-    `options` are those of `AttentionProblem`.
+    `is_partial` is that of `BackwardPlan`, and `options` are those of `AttentionProblem`.
     """
     size, config = backward_config(types["query"].shape[-1], types["value"].shape[-1])
     has_limits = bool({"query_lengths", "key_lengths", "query_offset", "query_segments"} & set(types))
-    return BackwardGeometry(
-        **shapes_of(types, target) | {"names": frozenset(types) - {"sinks"}},
+    shapes, bias_gradient = shapes_of(types, target), BiasGradient.NONE
+    if "bias" in wanted:
+        bias_gradient = _bias_gradient(types, shapes["batch"], options["soft_cap"], is_partial)
+    shape = functools.partial(
+        BackwardGeometry,
+        **shapes | {"names": frozenset(types) - {"sinks"}},
         **options,
-        config=config,
         size=size,
-        adds_bias="bias" in wanted,
+        bias_gradient=bias_gradient,
         is_deterministic=is_deterministic,
         is_varying=has_limits or ("mask" in types and key_blocks.is_shared(types["mask"])),
     )
+    if "bias" in types and _varies(types) and types["bias"].dtype == types["query"].dtype:
+        staged = shape(config=replace(config, stages=(2, config.stages[1]), stages_bias=True))
+        if staged.shared_memory <= target.shared_memory:
+            return staged
+    return shape(config=config)

@@ -68,6 +68,8 @@ class GlobalOperand:
     """An operand in global memory, as kernels address it."""
 
     index: Callable[[Any], Any]  # from the index of a batch entry to the one in the operand, whose batch axes may have size 1
+    # From the index of a batch entry to the number of those before it that have the same index in the operand.
+    sharers_before: Callable[[Any], Any]
     heads: int = 1  # of a mask or bias; 1 if it is the same for all
     rows: int = 1  # its queries; 1 if it is the same for all
     ref: Any = None  # `[entries, ...]`; masks and biases are `[entries * heads * rows, cols]`, segments are one line
@@ -82,10 +84,13 @@ class GlobalOperand:
         """True for each of queries and keys along which a mask or bias varies."""
         return self.rows > 1, self.ref.shape[1] > 1
 
+    def entry(self, b, head):
+        """Returns the number of the matrix of a mask or bias that belongs to a head."""
+        return self.index(b) * self.heads + (head if self.heads > 1 else 0)
+
     def row(self, b, head, query):
         """Returns the row of a mask or bias that belongs to a query."""
-        entry = self.index(b) * self.heads + (head if self.heads > 1 else 0)
-        return entry * self.rows + (query if self.rows > 1 else 0)
+        return self.entry(b, head) * self.rows + (query if self.rows > 1 else 0)
 
 
 def lay_out(
@@ -101,8 +106,15 @@ def lay_out(
         else:
             shape, heads_and_rows = ((-1,) if name.endswith("_segments") else (-1, *sizes)), ()
         arrays[name] = array.reshape(shape)
-        records[name] = GlobalOperand(batch_index(batch, array.shape[:batch_axes]), *heads_and_rows)
+        records[name] = record(batch, array.shape[:batch_axes], *heads_and_rows)
     return arrays, records
+
+
+def record(batch: tuple[int, ...], shape: tuple[int, ...], *heads_and_rows: int) -> GlobalOperand:
+    """Returns the record of an operand whose batch axes have `shape`."""
+    shape = (1,) * (len(batch) - len(shape)) + tuple(shape)
+    shared = tuple(size if own == 1 else 1 for size, own in zip(batch, shape, strict=True))
+    return GlobalOperand(batch_index(batch, shape), batch_index(batch, shared), *heads_and_rows)
 
 
 def batch_index(batch: tuple[int, ...], shape: tuple[int, ...]) -> Callable[[Any], Any]:
