@@ -96,7 +96,7 @@ def lay_out(
     for name, array in operands.items():
         batch_axes = array.ndim - (len(AXES[name]) if name in AXES else 2)
         sizes = array.shape[batch_axes:]
-        if name in ("bias", "mask"):
+        if AXES.get(name) == "NTS":
             shape, heads_and_rows = (-1, sizes[-1]), sizes[:2]
         else:
             shape, heads_and_rows = ((-1,) if name.endswith("_segments") else (-1, *sizes)), ()
