@@ -11,7 +11,8 @@ from jaxsoftmax.ops.attention import key_blocks
 from jaxsoftmax.ops.attention.mosaic_sm90.common import ROWS, shapes_of
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardConfig, ForwardGeometry, sizes_on_chip, with_tables
 
-_OF_SCORES = {"bias", "mask", "seeds"}  # with these operands a thread loads or makes an element for each score
+# With these operands a thread loads or makes an element for each score, or for each of its keys.
+_OF_SCORES = {"bias", "mask", "seeds", "query_segments"}
 LARGEST = 256  # head size whose products registers and shared memory hold
 
 
@@ -71,7 +72,7 @@ def tangent_configs(sizes: tuple[int, int], n_values: int, needs_registers: bool
     """Lists the configurations for head sizes on chip, the best one first: shared memory may have no room for it.
 
     `n_values` is 2 if weights are multiplied both with values and with their tangents, else 1. `needs_registers` is True for
-    masks, biases and dropout, which take more of them. Registers of a thread that hold
+    masks, biases, dropout and segments, which take more of them. Registers of a thread that hold
     arrays: scores and their tangents, the output, 16 bits of the weights of the step before, and the queries.
 
         head size   S, tS    tO   P, P tS   Q    sum
