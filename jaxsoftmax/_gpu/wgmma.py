@@ -121,6 +121,16 @@ def single_elements(product: jax.Array) -> jax.Array:
     return emit(split, arrays=[(product, _PRODUCT)], results=kind)
 
 
+def beside(left: jax.Array, right: jax.Array) -> jax.Array:
+    """Puts the columns of one product behind those of another one of the same dtype, without an instruction."""
+
+    def join(*products):
+        return [register for product in products for register in product.registers.flat]
+
+    shape = left.shape[0], left.shape[1] + right.shape[1]
+    return emit(join, arrays=[(left, _PRODUCT), (right, _PRODUCT)], results=_kind(shape, left.dtype))
+
+
 def sum_in_threads(product: jax.Array) -> jax.Array:
     """Adds up, in each row, the elements that a thread holds. Four threads have sums of their own in the place of one row's."""
 

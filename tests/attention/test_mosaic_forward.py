@@ -394,21 +394,6 @@ def test_the_program_holds_no_scores_and_no_mask_that_was_not_given():
 
 
 @CHOICES
-def test_explain_says_that_tangents_have_no_kernel():
-    given = operands()
-    found = explain(
-        lambda given: jax.jvp(lambda q: attend(**(given | {"query": q})), (given["query"],), (given["query"],)),
-        given,
-        platform="cuda",
-    )
-    assert [(d.primitive, d.implementation) for d in found] == [
-        ("dot_product_attention", "mosaic"),
-        ("dot_product_attention_jvp", "xla"),
-    ]
-    assert dict(found[1].refusals)["mosaic"] == "it has no kernel for dot_product_attention_jvp"
-
-
-@CHOICES
 @pytest.mark.parametrize("kind", REFUSALS)
 def test_what_is_not_served_is_said_in_words(kind):
     given, options, words = REFUSALS[kind]

@@ -39,7 +39,7 @@ from jaxsoftmax._gpu.emit import WARP
 from jaxsoftmax._gpu.rows.plan import ColumnPlan
 from jaxsoftmax.ops.attention import mosaic_sm90 as attention
 from jaxsoftmax.ops.attention.mosaic_sm90 import decode
-from jaxsoftmax.ops.attention.primitive import ATTENTION, ATTENTION_VJP, PAGED
+from jaxsoftmax.ops.attention.primitive import ATTENTION, ATTENTION_JVP, ATTENTION_VJP, PAGED
 from jaxsoftmax.ops.cross_entropy import primitive as cross_entropy_primitive
 from jaxsoftmax.ops.cross_entropy.mosaic_sm90 import losses
 from jaxsoftmax.ops.cross_entropy.problem import CrossEntropyProblem
@@ -108,6 +108,7 @@ FEATURES["what tiles depend on"] = lambda *sizes: {
 OPTIONS = {"window": (None, None), "soft_cap": None, "dropout_rate": 0.0, "scale": 0.125}
 PADDED = {64: 40, 128: 80, 192: 136, 256: 200}  # a head size that is padded to each of those on chip
 LARGE = [(512, 512), (440, 440), (384, 384), (320, 512), (512, 64), (64, 512), (200, 512)]  # of queries and keys, and of values
+TANGENTS = ("query key value bias sinks", "query", "key", "value", "query key", "key value", "query value")
 # Queries, and query and key heads. With those of "many that share", float32 keys and values are split before.
 QUERIES = {"many": (300, 4, 2), "many that share": (300, 32, 2), "one": (1, 8, 2)}
 QUERIES |= {"few in place": (16, 12, 3), "few": (16, 15, 3), "few of 3 tiles": (48, 8, 2)}
@@ -139,6 +140,9 @@ def attention_cases() -> Iterator[Case]:
         for feature in features if (size, value_size) in ((64, 64), (128, 128), (256, 256)) else ("plain",):
             for is_deterministic in (False, True):
                 yield from _backward(dtype, size, value_size, feature, is_deterministic)
+        for feature, tangents in itertools.product(features if size == value_size else ("plain",), TANGENTS):
+            if feature in ("plain", "causal", "everything") or tangents == TANGENTS[0]:
+                yield from _tangent(dtype, size, value_size, feature, tangents)
     pages = itertools.product(
         ("bfloat16", "float16"), decode.PAGE_SIZES, (None, "int8", "float8_e4m3fn"), (64, 128, 192, 256, 512)
     )
@@ -152,7 +156,8 @@ def _attention(name, operation, params, dtype, operands, kind=None) -> Iterator[
     plan = attention.plan(operation.problem(operation, operands, params), HOPPER)
     if isinstance(plan, Refusal):
         return
-    kind = kind or {"paged_attention": "paged", "dot_product_attention_vjp": "backward"}.get(operation.name, "forward")
+    kinds = {"paged_attention": "paged", "dot_product_attention_vjp": "backward", "dot_product_attention_jvp": "tangent"}
+    kind = kind or kinds.get(operation.name, "forward")
     yield Case(
         f"attention {kind} {name}", (kind, dtype, *_said(plan.geometry)), lambda operands: plan.run(**operands), operands
     )
@@ -232,6 +237,16 @@ def _backward(dtype, size, value_size, feature, is_deterministic) -> Iterator[Ca
     if feature in ("plain", "causal", "everything"):
         step = params | {"is_partial": True}
         yield from _attention(f"{name} step of a ring", ATTENTION_VJP, step, dtype, operands, "backward, partial")
+
+
+def _tangent(dtype, size, value_size, feature, tangents) -> Iterator[Case]:
+    given, (heads, length, keys) = _qkv(dtype, size, value_size, QUERIES["many"])
+    more, options = _split(FEATURES[feature](heads, length, keys))
+    given |= more
+    operands = given | {"out": shaped(B, length, heads, value_size, dtype=dtype), "lse": shaped(B, heads, length)}
+    operands |= {f"d_{name}": given[name] for name in tangents.split() if name in given}
+    name = f"{dtype} {size}x{value_size} {feature}, {tangents}"
+    yield from _attention(name, ATTENTION_JVP, PARAMS | options, dtype, operands)
 
 
 def _paged(dtype, page, byte, size, kind, counts) -> Iterator[Case]:

@@ -113,7 +113,7 @@ def programs():
     def tangent(given):
         return jax.jvp(lambda moving: everything(given | moving), [moving_of(given)], [moving_of(given)])
 
-    yield "attention, tangent", tangent, qkv | operands, CPU
+    yield "attention, tangent", tangent, qkv | operands, BOTH
     yield "attention, in tiles", with_gradient(functools.partial(attend, is_causal=True)), dict.fromkeys(qkv, LONG), CPU
     with_rope = functools.partial(attention_fn_with_rope, rope=rotated)
     for name, attention in (("attention_fn", attention_fn), ("attention_fn_with_rope", with_rope)):

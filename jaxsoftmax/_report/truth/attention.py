@@ -1,4 +1,4 @@
-"""The truth of attention and its cotangents, in float64 on the CPU, and the error that a result may have.
+"""The truth of attention, its tangents and its cotangents, in float64 on the CPU, and the error that a result may have.
 
 A score is a sum of products, `scale * q k + bias`, and its float32 error is a few roundings of the sum `A` of their absolute
 values. A weight `p = exp(s - lse)` therefore errs, relative to itself, by
@@ -26,6 +26,12 @@ over queries of `((e(p) + half_unit) z p + floor) |do|`. In heads larger than 12
 with g, which adds `half_unit |ds| + floor |g|`. `floor` is the largest number that float16 may lose below its smallest normal
 number, 2^-25; in bfloat16 it is 2^-126, below which all numbers, p too, are flushed to 0. A sum of n products errs by n / 8 *
 2^-24 of its absolute terms besides: tensor cores add 16 products at a time, and cut off bits below 2^-23.
+
+A score's tangent `ds` is a sum of products as a score is, with the error `e(ds) = (8 + H / 8) 2^-24` times its absolute terms,
+and its weight is `w = p ds`, with `e(w) = e(p) |w| + p e(ds)`. The tangent of lse errs by the sum of `e(w)`, and by `n / 4 *
+2^-24` of the absolute terms, as each of four threads adds a quarter of them. `w` and `p` are rounded before they are multiplied
+with the values and their tangents. The tangent of out errs by that, and by the errors of the tangent of lse and of the saved
+out in their product.
 
 If an implementation computes float32 products as three bfloat16 products, each errs by up to `THREE_PRODUCTS` of the sum of its
 absolute terms. bfloat16 has 8 bits: for x in [1, 2) the high term misses at most 2^-8, which the low term holds, and the low
@@ -225,6 +231,54 @@ def cotangents(dout, dlse, *args, tight=False, **kwargs) -> dict[str, Truth]:
         axes = (*range(p_sink.ndim - 3), -2, -1)
         results["sinks"] = Truth(np.sum(p_sink * (dl - delta), axes), np.sum(error, axes) + TINY)
     return results
+
+
+def tangents(moved, *args, **kwargs) -> tuple[Truth, Truth]:
+    """Returns the tangents of the output, `[*batch, T, N, Hv]`, and of lse, `[*batch, T, N]`.
+
+    Args:
+      moved: tangents of query, key, value, bias and sinks by name; one that is absent is zero.
+      *args: arguments of `weights`.
+      **kwargs: arguments of `weights`.
+    """
+    w = weights(*args, **kwargs)
+
+    def tangent_of(name, like):
+        if name not in moved:
+            return np.zeros_like(like)
+        array = np.swapaxes(to64(moved[name]), -2, -3)
+        return array if name == "query" else np.repeat(array, w.groups, -3)
+
+    tq, tk, tv = (tangent_of(name, like) for name, like in (("query", w.q), ("key", w.k), ("value", w.v)))
+    tb = to64(moved["bias"]) if "bias" in moved else 0.0
+    ds = np.where(w.seen, w.slope * (of_pairs(tq, w.k) + of_pairs(w.q, tk)) + tb, 0.0)
+    size = np.abs(w.slope) * (of_pairs(np.abs(tq), np.abs(w.k)) + of_pairs(np.abs(w.q), np.abs(tk))) + np.abs(tb)
+    ds_error = ((8 + w.q.shape[-1] / 8) * EPS + w.unit) * size
+    if kwargs.get("logits_soft_cap") is not None:  # 1 - tanh^2 cancels
+        unbent = of_pairs(np.abs(tq), np.abs(w.k)) + of_pairs(np.abs(w.q), np.abs(tk))
+        ds_error += 16 * EPS * np.abs(w.scale) * unbent
+    rows_seen = np.any(w.seen, -1, keepdims=True)
+    relative = w.unit + np.where(rows_seen, w.lse_budget[..., None], 0.0) + 8 * EPS
+    weight, floor = w.p * ds, np.where(w.seen, w.floor, 0.0)
+    weight_error = relative * np.abs(weight) + w.p * (1 + relative) * ds_error + TINY * np.abs(ds)
+    keys = ds.shape[-1]
+    dlse = np.sum(weight, -1, keepdims=True)
+    dlse_error = np.sum(weight_error + keys / 4 * EPS * np.abs(weight), -1, keepdims=True)
+    if "sinks" in moved:
+        of_sink = w.p_sink[..., None] * to64(moved["sinks"])[:, None, None]
+        dlse = dlse + of_sink
+        dlse_error = dlse_error + np.abs(of_sink) * (np.where(np.isfinite(w.lse), w.lse_budget, 0.0)[..., None] + 16 * EPS)
+    z, v, terms = w.z, np.abs(w.v), keys / 8 * EPS
+    out, out_size = np.matmul(w.p * z, w.v), np.matmul(w.p * z, v)
+    out_error = np.matmul((w.unit + w.narrow) * w.p * z, v) + w.narrow * np.abs(out) + w.floor
+    dout = np.matmul(weight * z, w.v) + np.matmul(w.p * z, tv) - dlse * out
+    error = np.matmul(z * (weight_error + (w.narrow + terms) * np.abs(weight) + floor), v)
+    error += np.matmul(z * ((relative + w.narrow + terms) * w.p + floor), np.abs(tv))
+    error += dlse_error * np.abs(out) + np.abs(dlse) * (out_error + 4 * EPS * out_size)
+    dlse, dlse_error = dlse[..., 0], dlse_error[..., 0] + TINY
+    return Truth(*(np.swapaxes(a, -2, -3) for a in (dout, error + TINY))), Truth(
+        *(np.swapaxes(a, -1, -2) for a in (dlse, dlse_error))
+    )
 
 
 def _summed_to(array, shape):

@@ -131,8 +131,8 @@ class AttentionProblem(Problem):
 
     @property
     def batch(self) -> tuple[int, ...]:
-        """Sizes of the batch axes that the operands have together."""
-        return batch_of(self.types)
+        """Sizes of the batch axes that the operands have together, tangents and results too."""
+        return batch_of({name: kind for name, kind in self.operands.items() if name in AXES})
 
     @property
     def dtype(self) -> Any:
@@ -189,8 +189,13 @@ def cotangents_of_rows(operands, out, lse, d_out, d_lse, window):
 
 def cotangents_of_sinks(sinks, lse, delta) -> jax.Array:
     """Computes the cotangents of the sinks, which act as keys without a value."""
-    weight = jnp.where(lse == -jnp.inf, 0, jnp.exp(sinks.astype(jnp.float32)[..., None] - lse))
+    weight = weights_of_sinks(sinks, lse)
     return -jnp.sum(weight * delta, -1)
+
+
+def weights_of_sinks(sinks, lse) -> jax.Array:
+    """Computes the weights of the sinks, `[*batch, N, T]`: 0 where a query sees neither a key nor a sink."""
+    return jnp.where(lse == -jnp.inf, 0, jnp.exp(sinks.astype(jnp.float32)[..., None] - lse))
 
 
 def summed_to(array, shape):

@@ -3,6 +3,7 @@
 forward     attention, by a kernel in which a block of queries keeps its state and pushes the keys
 decode      attention of few queries, by the same kernel with other rows; keys and values may be in pages, or of 8 bits
 backward    the cotangents of attention
+tangent     the tangents of attention
 """
 
 import math
@@ -15,7 +16,7 @@ import numpy as np
 
 from jaxsoftmax._core.implementation import Plan, Refusal
 from jaxsoftmax._core.target import Target
-from jaxsoftmax.ops.attention.mosaic_sm90 import backward, decode, forward_plan
+from jaxsoftmax.ops.attention.mosaic_sm90 import backward, decode, forward_plan, tangent
 from jaxsoftmax.ops.attention.mosaic_sm90.forward import ForwardPlan, head_multiple, pad_heads
 from jaxsoftmax.ops.attention.operands import INITIAL_RESULTS, AttentionProblem, dequantised, without_pages
 
@@ -29,22 +30,21 @@ _LEAST_PADDED_ROWS = 2
 
 
 def plan(problem: AttentionProblem, target: Target) -> Plan | Refusal:
-    """Plans attention, attention with pages, or the cotangents of attention."""
-    name = problem.operation.name
-    if name not in ("dot_product_attention", "paged_attention", "dot_product_attention_vjp"):
-        # The tangent makes five products of a tile, where attention makes two; the reference runs it.
-        return Refusal(f"it has no kernel for {name}", lacks_kernel=True)
+    """Plans attention, attention with pages, or the tangents or cotangents of attention."""
     if problem.devices:
         return Refusal("it does not merge over devices")
-    is_gradient = name == "dot_product_attention_vjp"
+    plan_derivative = {"dot_product_attention_vjp": backward.plan, "dot_product_attention_jvp": tangent.plan}.get(
+        problem.operation.name
+    )
     if (reason := _refused_problem(problem)) is not None:
-        return Refusal(reason, lacks_kernel=is_gradient and problem.dtype == jnp.float32)
-    result = backward.plan(problem, target) if is_gradient else _plan_attention(problem, target)
+        return Refusal(reason, lacks_kernel=plan_derivative is not None and problem.dtype == jnp.float32)
+    result = _plan_attention(problem, target) if plan_derivative is None else plan_derivative(problem, target)
     if isinstance(result, Refusal) or result.geometry is None:
         return result
     if (needed := result.geometry.shared_memory) > target.shared_memory:
-        sizes = f"head sizes {result.geometry.query[2]} and {result.geometry.key[2]}"
-        return Refusal(f"a block for {sizes} needs {needed} bytes of shared memory, and has up to {target.shared_memory}")
+        sizes = " and ".join(str(problem.types[operand].shape[-1]) for operand in ("query", "value"))
+        reason = f"a block for head sizes {sizes} needs {needed} bytes of shared memory, and has up to {target.shared_memory}"
+        return Refusal(reason, lacks_kernel=isinstance(result, tangent.TangentPlan))  # with one tangent more it fits
     reason = _unprofitable(problem, result)
     return result if reason is None else Refusal(reason, result)
 

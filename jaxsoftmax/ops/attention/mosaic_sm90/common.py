@@ -68,10 +68,10 @@ class GlobalOperand:
     """An operand in global memory, as kernels address it."""
 
     index: Callable[[Any], Any]  # from the index of a batch entry to the one in the operand, whose batch axes may have size 1
-    # From the index of a batch entry to the number of those before it that have the same index in the operand.
-    sharers_before: Callable[[Any], Any]
     heads: int = 1  # of a mask or bias; 1 if it is the same for all
     rows: int = 1  # its queries; 1 if it is the same for all
+    # From the index of a batch entry to the number of those before it that have the same index in the operand.
+    sharers_before: Callable[[Any], Any] = lambda b: 0
     ref: Any = None  # `[entries, ...]`; masks and biases are `[entries * heads * rows, cols]`, segments are one line
 
     def __getitem__(self, at):
@@ -101,7 +101,7 @@ def lay_out(
     for name, array in operands.items():
         batch_axes = array.ndim - (len(AXES[name]) if name in AXES else 2)
         sizes = array.shape[batch_axes:]
-        if name in ("bias", "mask"):
+        if AXES.get(name) == "NTS":
             shape, heads_and_rows = (-1, sizes[-1]), sizes[:2]
         else:
             shape, heads_and_rows = ((-1,) if name.endswith("_segments") else (-1, *sizes)), ()
@@ -114,7 +114,7 @@ def record(batch: tuple[int, ...], shape: tuple[int, ...], *heads_and_rows: int)
     """Returns the record of an operand whose batch axes have `shape`."""
     shape = (1,) * (len(batch) - len(shape)) + tuple(shape)
     shared = tuple(size if own == 1 else 1 for size, own in zip(batch, shape, strict=True))
-    return GlobalOperand(batch_index(batch, shape), batch_index(batch, shared), *heads_and_rows)
+    return GlobalOperand(batch_index(batch, shape), *heads_and_rows, sharers_before=batch_index(batch, shared))
 
 
 def batch_index(batch: tuple[int, ...], shape: tuple[int, ...]) -> Callable[[Any], Any]:

@@ -59,7 +59,7 @@ class ForwardPlan:
     remark = None
 
     def describe(self) -> str:
-        return ", ".join([self.geometry.describe(), *(_PREPARED[function] for function in self.prepare)])
+        return ", ".join([self.geometry.describe(), *(PREPARED[function] for function in self.prepare)])
 
     def run(self, **operands: jax.Array | None) -> list[jax.Array]:
         """Computes `[output, log-sum-exp]`, or the output alone, as `xla.dot_product_attention` does.
@@ -93,17 +93,17 @@ def head_multiple(dtype: DTypeLike) -> int:
 
 
 def pad_heads(operands: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Pads queries, keys and values, and the output for other keys, with zeros to head sizes that the kernel takes."""
+    """Pads queries, keys and values, their tangents, and outputs with zeros to head sizes that the kernel takes."""
     multiple = head_multiple(operands["query"].dtype)
 
     def padded(array):
         return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, -array.shape[-1] % multiple)])
 
-    names = {"query", "key", "value", "initial_out"}
+    names = {"query", "key", "value", "initial_out", "out", "d_query", "d_key", "d_value"}
     return {name: padded(array) if name in names else array for name, array in operands.items()}
 
 
-_PREPARED = {
+PREPARED = {
     without_pages: "pages gathered before",
     dequantised: "8 bits converted before",
     pad_heads: "head sizes padded before",
@@ -124,7 +124,7 @@ def launch(geometry: ForwardGeometry, operands, is_partial=False, waves=1, is_or
         refs["table"] = table
     results = kernel_of(
         functools.partial(_kernel, geometry, records, waves),
-        out_type=(result_types := _result_types(geometry, refs["query"], is_partial)),
+        out_type=(types := result_types(geometry, refs["query"], is_partial)),
         grid=(waves * geometry.n_blocks,),
         grid_names=("block",),
         num_threads=geometry.n_warpgroups,
@@ -134,7 +134,7 @@ def launch(geometry: ForwardGeometry, operands, is_partial=False, waves=1, is_or
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         kernel_name="attention_forward_mosaic",
     )(refs)
-    return [results[name] for name in result_types]
+    return [results[name] for name in types]
 
 
 def _lay_out(geometry: ForwardGeometry, operands):
@@ -160,7 +160,7 @@ def _lay_out(geometry: ForwardGeometry, operands):
     return refs, records
 
 
-def _result_types(geometry: ForwardGeometry, query, is_partial) -> OrderedDict[str, jax.ShapeDtypeStruct]:
+def result_types(geometry: ForwardGeometry, query, is_partial=False) -> OrderedDict[str, jax.ShapeDtypeStruct]:
     """Returns the types of the results of the kernel, by name."""
     count, (length, heads, _), size = math.prod(geometry.batch), geometry.query, geometry.value_size
     numbers = jax.ShapeDtypeStruct((count * heads * geometry.splits * length,), jnp.float32)
@@ -173,17 +173,35 @@ def _result_types(geometry: ForwardGeometry, query, is_partial) -> OrderedDict[s
 
 
 def _kernel(geometry: ForwardGeometry, records, waves, refs, results, **memory) -> None:
-    """Divides the work of a block of threads among its warpgroups."""
+    """Computes attention in a block of threads."""
     operands = {name: replace(record, ref=refs[name]) for name, record in records.items()}
     initial = (refs["initial_out"], refs["initial_lse"]) if "initial_out" in refs else None
     slots = TermSlots(geometry, memory) if geometry.config.has_terms else ForwardSlots(geometry, memory)
     tiles = ForwardTiles(geometry, operands)
+
+    def consumer(index):
+        return ForwardConsumer(index, geometry, operands, results, slots, tiles, initial)
+
+    divide(tiles, refs.get("table"), memory, _producers(geometry, operands, slots), consumer, waves)
+
+
+def divide(tiles: ForwardTiles, table, memory, producers, consumer_of, waves) -> None:
+    """Divides the work of a block of threads among its warpgroups.
+
+    Args:
+      tiles: tiles of the kernel.
+      table: table of tiles, or None.
+      memory: arrays and barriers in shared memory.
+      producers: what each warpgroup beside the consumers does with a tile.
+      consumer_of: function that makes a consumer from its number.
+      waves: number of waves of blocks of threads.
+    """
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     # The last block of queries may see the most keys.
-    work = schedule.BlockTiles(geometry, block, refs.get("table"), memory, tiles.tile, last_first=True, waves=waves)
-    (fewer, more), consumers = geometry.config.registers, geometry.config.consumers
+    work = schedule.BlockTiles(tiles.geometry, block, table, memory, tiles.tile, last_first=True, waves=waves)
+    (fewer, more), consumers = tiles.geometry.config.registers, tiles.geometry.config.consumers
 
-    for i, role in enumerate(_producers(geometry, operands, slots)):
+    for i, role in enumerate(producers):
 
         @pl.when(warpgroup == consumers + i)
         def _(i=i, role=role):
@@ -193,7 +211,7 @@ def _kernel(geometry: ForwardGeometry, records, waves, refs, results, **memory) 
     @pl.when(warpgroup < consumers)
     def _():
         plgpu.set_max_registers(more, action="increase")
-        consumer = ForwardConsumer(warpgroup, geometry, operands, results, slots, tiles, initial)
+        consumer = consumer_of(warpgroup)
         consumer.start()
         work.each(consumer)
         plgpu.wait_smem_to_gmem(0)

@@ -72,6 +72,10 @@ class ForwardSlots:
             return hidden_zero(step, use)
         return lax.rem(step, jnp.int32(self.geometry.config.stages))
 
+    def value_stage(self, step):
+        """Returns the stage of values of a step."""
+        return self.stage(step, 1)
+
     def key_part(self, stage, part):
         """Returns the index of the barriers of a part of the columns of keys; the last part is -1."""
         parts = self.geometry.key_parts
@@ -132,7 +136,7 @@ class ForwardSlots:
 
     def multiply_values(self, o_acc, weights, step) -> None:
         """Starts O += P V once the values are there. `weights` are `rounded`."""
-        stage, width = self.stage(step, 1), self.geometry.value_width
+        stage, width = self.value_stage(step), self.geometry.value_width
         plgpu.barrier_wait(self.memory["v_full"].at[stage])
         values = self.slabs("v", stage)
         if width < values[0].shape[1]:
@@ -162,6 +166,11 @@ class TmaCopies:
     def n_stages(self) -> int:
         """Number of stages of keys, and of values."""
         return self.geometry.config.stages
+
+    def slot(self, name, step):
+        """Returns the slot of keys or values of a step."""
+        del name
+        return lax.rem(step, jnp.int32(self.n_stages))
 
     def look_up(self, tile, block) -> list[Any]:
         """Loads what a copy of a key block has to know, a step before: nothing."""
@@ -229,7 +238,7 @@ class ForwardProducer:
                 copies.copy("query", consumer, tile, tile.block * geometry.block_q + consumer * ROWS, ROWS, tile.head)
 
         def copy_block(name, i, looked_up):
-            slot = lax.rem(steps + i, jnp.int32(copies.n_stages))
+            slot = copies.slot(name, steps + i)
             first = (tile.high - 1 - i) * config.block_kv
             copies.copy(name, slot, tile, first, config.block_kv, key_head, looked_up)
 
@@ -258,7 +267,8 @@ class ForwardScores:
     """Scores and weights of the rows of a tile that a consumer has, from `first` on, one key block after the other."""
 
     def __init__(self, geometry: ForwardGeometry, operands: dict[str, GlobalOperand], tile: ForwardTile, first):
-        self.geometry, self.operands, self.tile, self.first = geometry, operands, tile, first
+        self.geometry: Any = geometry
+        self.operands, self.tile, self.first = operands, tile, first
         self.shape, self.unit = (ROWS, geometry.config.block_kv), geometry.unit
         slack, self.headroom = _SLACK_AND_HEADROOM[geometry.dtype.name]
         self.factor = geometry.scale if geometry.soft_cap is None else geometry.soft_cap
@@ -305,7 +315,15 @@ class ForwardScores:
         if self.key_scale is not None:
             s = s * self.key_scale
         if self.geometry.soft_cap is not None:
-            s = tanh(s * (self.geometry.scale / self.geometry.soft_cap))
+            s = self.bent(s)
+        return self.hidden(s, mask, block, banded=banded)
+
+    def bent(self, s):
+        """Returns the hyperbolic tangent of scores that a soft cap bends, from their products."""
+        return tanh(s * (self.geometry.scale / self.geometry.soft_cap))
+
+    def hidden(self, s, mask, block, *, banded):
+        """Returns the scores of a key block from products that are scaled and bent. Arguments are those of `masked`."""
         if "bias" in self.operands:
             s = s * self.factor
             bias = self._tile_of("bias", block, wgmma.load_product).astype(jnp.float32)
@@ -344,11 +362,15 @@ class ForwardScores:
 
     def kept(self, weights, block):
         """Returns the weights of a key block that dropout keeps, and 0 for the others."""
-        rate = self.geometry.dropout_rate
+        keeps = self.keeps(block)
+        return weights if keeps is None else jnp.where(keeps, weights, 0.0)
+
+    def keeps(self, block):
+        """Tells which weights of a key block dropout keeps; None if it keeps all."""
+        rate, tile = self.geometry.dropout_rate, self.tile
         if not rate:
-            return weights
-        tile, seeds = self.tile, self.operands["seeds"]
-        return jnp.where(dropout_keeps(seeds, tile.b, tile.head, self.first, block, self.shape, rate), weights, 0.0)
+            return None
+        return dropout_keeps(self.operands["seeds"], tile.b, tile.head, self.first, block, self.shape, rate)
 
     def load_mask(self, block, is_there):
         """Loads the mask of a key block if the block is there: a step before it is needed, as loads take long."""
@@ -395,6 +417,11 @@ class ForwardConsumer:
             plgpu.barrier_arrive(memory["v_empty"].at[stage])
         if not config.copies_terms:
             plgpu.barrier_arrive(memory["q_empty"].at[self.index])
+        self.give_tensor_cores()
+
+    def give_tensor_cores(self) -> None:
+        """Hands the tensor cores to the first consumer."""
+        config = self.geometry.config
         if config.ping_pong:
             pl.when(self.index == config.consumers - 1)(lambda: sync.named_barrier_arrive(jnp.int32(_PING_PONG)))
 
@@ -410,11 +437,17 @@ class ForwardConsumer:
         high = jnp.clip(high, tile.low + 1, tile.high)
         low = jnp.clip(low, tile.low, high - 1)
         start, end = steps + tile.high - high, steps + tile.high - low
-        scores = ForwardScores(self.geometry, self.operands, tile, first)
+        scores = self._scores(tile, first)
         lax.fori_loop(steps, start, self._skip, None)
-        pipeline = ForwardPipeline(self, tile, scores, first, start, end, tile.high - 1 + steps)
+        pipeline = self._pipeline(tile, scores, first, start, end, tile.high - 1 + steps)
         pl.run_scoped(pipeline.attend, plgpu.ACC((ROWS, self.geometry.sizes[1]), jnp.float32))
         lax.fori_loop(end, steps + tile.high - tile.low, self._skip, None)
+
+    def _scores(self, tile, first):
+        return ForwardScores(self.geometry, self.operands, tile, first)
+
+    def _pipeline(self, *args):
+        return ForwardPipeline(self, *args)
 
     def _skip(self, step, _):
         """Leaves a key block to the other consumers."""
