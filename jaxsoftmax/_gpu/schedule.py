@@ -176,7 +176,10 @@ def bytes_of(scratch: Mapping[str, Any]) -> int:
     return total
 
 
-_STAGES = 2  # stages in shared memory for the number and the facts of a tile
+_STAGES = 2  # stages in shared memory for the number and the facts of a tile, and for a ticket
+BARRIERS_OF_PEERS = (
+    6  # of a cluster whose blocks work on the same tiles: the first two are the kernel's, the others for tickets
+)
 
 
 def ticket_memory(words: int, listeners: int, *, in_order: bool = False) -> dict[str, Any]:
@@ -187,9 +190,10 @@ def ticket_memory(words: int, listeners: int, *, in_order: bool = False) -> dict
       listeners: number of warpgroups, or warps, that are told.
       in_order: True if tickets are taken in order of arrival, by one warp.
     """
-    memory = {} if in_order else {"ticket": plgpu.SMEM((_STAGES, 1), jnp.int32), "ticket_full": plgpu.Barrier()}
+    memory = {} if in_order else {"ticket_full": plgpu.Barrier()}
     return memory | {
-        "tile": plgpu.SMEM((_STAGES, words), jnp.int32),
+        # Tickets are behind the facts: each array takes 1 KiB.
+        "tile": plgpu.SMEM((2 * _STAGES, words), jnp.int32),
         "tile_full": plgpu.Barrier(num_barriers=_STAGES),
         "tile_empty": plgpu.Barrier(num_arrivals=listeners, num_barriers=_STAGES),
     }
@@ -220,6 +224,8 @@ class BlockTiles:
     last_first: bool = False  # tiles that go by number start with the last one
     counter: Any = None  # `ticket_counter()` if all tickets are taken in order of arrival, by the producer's first warp alone
     waves: int = 1  # waves of blocks, with tickets
+    rank: Any = None  # number of this block in a cluster of two that works on the same tiles; None without
+    barriers: Any = None  # `BARRIERS_OF_PEERS` barriers of `sync.prepare_exchange`, if there is a rank
 
     def each(self, work, look_up=None) -> None:
         """Does `steps = work(tile(number, *facts), steps)` for the tiles of the block, in a warpgroup; `steps` starts with 0.
@@ -269,11 +275,14 @@ class BlockTiles:
         counter, memory, ticket = ticket_counter(), self.memory, self.block
 
         def take(i):
-            stage = lax.rem(i, jnp.int32(_STAGES))
-            tickets.store_scalars(memory["ticket"], stage, [tickets.take_ticket(counter)])
+            place = _STAGES + lax.rem(i, jnp.int32(_STAGES))
+            tickets.store_scalars(memory["tile"], place, [tickets.take_ticket(counter)])
             plgpu.barrier_arrive(memory["ticket_full"])
             plgpu.barrier_wait(memory["ticket_full"])
-            return memory["ticket"][stage, 0] + self.geometry.n_blocks
+            return memory["tile"][place, 0] + self.geometry.n_blocks
+
+        def take_next(i):
+            return self._with_peer(first + i, take)
 
         def one(carry):
             i, ticket, steps = carry
@@ -282,12 +291,34 @@ class BlockTiles:
             self._say(i, values)
             steps = work(self.tile(*values), steps)
             # Not before the work: blocks would have tiles waiting while others, which are done, find none.
-            following = take(i) if self.waves == 1 else self._next(i + 1, lambda: take(i), self.geometry.n_tiles)
+            following = take_next(i) if self.waves == 1 else self._next(i + 1, lambda: take_next(i), self.geometry.n_tiles)
             return i + 1, following, steps
 
-        if self.waves > 1:  # with stage 1, as the loop starts with stage 0
-            ticket = lax.cond(self.block < self.geometry.n_blocks, lambda: self.block, lambda: take(jnp.int32(1)))
+        first = jnp.int32(0)  # number of the ticket that the loop takes first
+        if self.waves > 1:
+            first = jnp.where(self.block < self.geometry.n_blocks, 0, 1)
+            ticket = lax.cond(first == 0, lambda: self.block, lambda: self._with_peer(jnp.int32(0), take))
         self._while_there_are(one, ticket)
+
+    def _with_peer(self, number, take):
+        """Returns `take(number)`; in a cluster the first block takes the ticket, and sends it to the other one."""
+        if self.rank is None:
+            return take(number)
+
+        def take_and_send():
+            ticket = take(number)
+            tickets.send_to_peer(self.memory["tile"], _STAGES, ticket, self.barriers, number)
+            return ticket
+
+        def receive():
+            ticket = tickets.receive_from_peer(self.memory["tile"], _STAGES, self.barriers, number)
+            if self.counter is None:  # until all warps have read it
+                plgpu.barrier_arrive(self.memory["ticket_full"])
+                plgpu.barrier_wait(self.memory["ticket_full"])
+            tickets.say_received(self.barriers, number)
+            return ticket
+
+        return lax.cond(self.rank == 0, take_and_send, receive)
 
     def _next(self, i, take, most):
         """Returns the next ticket of a block that has done `i` tiles, or one that ends it if it has had its share."""
@@ -298,8 +329,8 @@ class BlockTiles:
         """Works by tickets in order of arrival: also the first one is of the counter."""
         most = most_on_arrival(self.geometry.n_tiles, self.geometry.n_blocks)
 
-        def take():
-            return tickets.of_first_lane(tickets.take_ticket(self.counter))
+        def take(i):
+            return self._with_peer(i, lambda i: tickets.of_first_lane(tickets.take_ticket(self.counter)))
 
         def one(carry):
             i, ticket, steps = carry
@@ -308,9 +339,9 @@ class BlockTiles:
             self._say(i, values)
             steps = work(self.tile(*values), steps)
             # Not before the work: a small ticket, for which others wait, would go to a block that is busy for long.
-            return i + 1, self._next(i + 1, take, most), steps
+            return i + 1, self._next(i + 1, lambda: take(i + 1), most), steps
 
-        self._while_there_are(one, take())
+        self._while_there_are(one, take(jnp.int32(0)))
 
     def _while_there_are(self, one, first):
         """Does `i, ticket, steps = one((i, ticket, steps))` while there is a tile for the ticket, which is `first` at first."""

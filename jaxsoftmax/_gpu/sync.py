@@ -41,12 +41,15 @@ def block_barrier() -> None:
     instruct("bar.sync 0;")
 
 
-def prepare_exchange(barriers) -> None:
-    """Tells the cluster, without waiting, that this block has started and its `barriers`, `[2, 2]` int32, are ready."""
+def prepare_exchange(barriers, count: int = 2) -> None:
+    """Tells the cluster, without waiting, that this block has started and its barriers are ready.
+
+    `barriers` are 8 bytes for each of `count` barriers, in shared memory. One thread arrives at each.
+    """
 
     def prepare(barriers):
         first = compare("eq", utils.thread_idx(), constant(0))
-        for k in range(2):
+        for k in range(count):
             # The barrier is in the block that receives. At a barrier of the whole cluster a block waits for all its
             # copies in flight, which cost a tenth of the time (H200).
             ptx = f"mbarrier.init.shared::cta.b64 [$0+{8 * k}], 1;"

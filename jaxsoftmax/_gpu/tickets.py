@@ -227,6 +227,76 @@ def await_row(counters, row, count: int, tickets: int, patience: int, told) -> j
     return tell(emit(wait, counters, [row], results=SCALAR), told)
 
 
+def send_to_peer(ref, row: int, value: jax.Array, barriers, number) -> None:
+    """Stores an int32 to `ref[row + stage, 0]` in the second block of a cluster of two, which gets it by `receive_from_peer`.
+
+    It waits until the second block has said that it has received the value before the last one.
+
+    Args:
+      ref: `[rows, columns]` int32 in shared memory, at the same address in both blocks.
+      row: first of two rows.
+      value: value of the first thread of the warpgroup.
+      barriers: barriers of `sync.prepare_exchange`: from the third on two for values, and two for what was received.
+      number: number of the value, from 0 on. The stage is its remainder by 2.
+    """
+    ptx = (
+        "{ .reg .pred is; .reg .u32 there, barrier; setp.lt.u32 is, $5, 2; @is bra free;"
+        " again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 is, [$2+16], $4; @!is bra again; free:"
+        " mapa.shared::cluster.u32 there, $0, 1; mapa.shared::cluster.u32 barrier, $2, 1; setp.eq.u32 is, $3, 0;"
+        " @is st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], $1, [barrier]; }"
+    )
+
+    def send(ref, barriers, value, number):
+        barrier, parity = _barrier_of_peer(barriers, number)
+        operands = _place_of_peer(ref, row, number), value, barrier, thread(), arith.xori(parity, constant(1)), number
+        utils.inline_ptx(ptx, *operands, has_side_effects=True, convergent=True)
+
+    emit(send, (ref, barriers), [value, number])
+
+
+def receive_from_peer(ref, row: int, barriers, number) -> jax.Array:
+    """Returns, in all threads, what the first block of a cluster has sent by `send_to_peer`, whose arguments these are.
+
+    `say_received` must follow, when all warps have it.
+    """
+    ptx = (
+        "{ .reg .pred is; setp.eq.u32 is, $3, 0; @is mbarrier.arrive.expect_tx.shared::cta.b64 _, [$2], 4;"
+        " again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 is, [$2], $4; @!is bra again;"
+        " ld.shared.u32 $0, [$1]; }"
+    )
+
+    def receive(ref, barriers, number):
+        barrier, parity = _barrier_of_peer(barriers, number)
+        operands = _place_of_peer(ref, row, number), barrier, thread(), parity
+        return [utils.inline_ptx(ptx, *operands, result_types=integer(32), has_side_effects=True, convergent=True)]
+
+    return emit(receive, (ref, barriers), [number], results=SCALAR)
+
+
+def say_received(barriers, number) -> None:
+    """Tells the first block of a cluster of two that the second one has received a value."""
+    ptx = (
+        "{ .reg .pred first; .reg .u32 barrier; setp.eq.u32 first, $1, 0; mapa.shared::cluster.u32 barrier, $0, 0;"
+        " @first mbarrier.arrive.release.cluster.shared::cluster.b64 _, [barrier+16]; }"
+    )
+
+    def say(barriers, number):
+        utils.inline_ptx(ptx, _barrier_of_peer(barriers, number)[0], thread(), has_side_effects=True)
+
+    emit(say, barriers, [number])
+
+
+def _place_of_peer(ref, row, number):
+    """Returns the address of a value that blocks of a cluster pass."""
+    return shared_word_address(ref, arith.addi(arith.remui(number, constant(2)), constant(row)))
+
+
+def _barrier_of_peer(barriers, number):
+    """Returns the address of the barrier of a value that blocks of a cluster pass, and its parity."""
+    barrier = shared_address(barriers, arith.addi(constant(16), arith.muli(arith.remui(number, constant(2)), constant(8))))
+    return barrier, arith.remui(arith.divui(number, constant(2)), constant(2))
+
+
 def _is_first_thread():
     return compare("eq", utils.thread_idx(), constant(0))
 

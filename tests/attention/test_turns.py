@@ -51,20 +51,20 @@ def turns(plan):
     """
     found = []
     for tile in range(plan.n_tiles):
-        head, block = divmod(tile, plan.blocks_kv)
-        low, high, *_ = plan.span(block, HOST)
+        head, number = divmod(tile, plan.tiles_of_head)
+        low, high = plan.visited(number, HOST)
         found.append([])
         for q in range(high - 1, low - 1, -1):
             if plan.adds_bias_in_turns:
-                found[-1].append((("bias", block, q), head))
-            found[-1].append(((head, q), block - plan.first_key_block(q, HOST)))
+                found[-1].append((("bias", number, q), head))
+            found[-1].append(((head, q), number - plan.first_tile(q, HOST)))
     return found
 
 
 def hand_out(plan):
     """The tiles by their tickets, as the kernel's table has them."""
     costs = plan.costs()
-    return schedule.order(costs, plan.n_tiles // plan.blocks_kv, plan.n_heads_at_once(costs)).tolist()
+    return schedule.order(costs, plan.n_tiles // plan.tiles_of_head, plan.n_heads_at_once(costs)).tolist()
 
 
 @brute_force

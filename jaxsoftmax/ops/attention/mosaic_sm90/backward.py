@@ -228,7 +228,7 @@ def _written(geometry: BackwardGeometry, operands, d_query) -> OrderedDict[str, 
         d_query = lax.pad(d_query, 0.0, [(0, size - part, 0) for size, part in zip(shape, d_query.shape, strict=True)])
     written = OrderedDict(dq=lax.optimization_barrier(_whole(geometry, d_query, geometry.query)))  # it may be a slice too
     if geometry.is_deterministic:
-        turns = math.prod(geometry.batch) * geometry.query[1] * geometry.blocks_q
+        turns = math.prod(geometry.batch) * geometry.query[1] * geometry.blocks_q * (1 + geometry.is_paired)
         written["turns"] = jnp.zeros((turns,), jnp.int32)
     if geometry.bias_gradient is not BiasGradient.NONE:
         written["dbias"] = _initial_d_bias(geometry, _bias_sums(geometry, operands["bias"].shape))
@@ -299,11 +299,13 @@ def _kernel(geometry: BackwardGeometry, records, waves, refs, results, **memory)
     shared = geometry, refs | results, operands, memory
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     counter = schedule.ticket_counter() if geometry.is_deterministic else None
-    tile = BackwardRole(*shared).tile
-    work = schedule.BlockTiles(geometry, block, refs.get("table"), memory, tile, counter=counter, waves=waves)
+    role = BackwardRole(*shared)
+    work = schedule.BlockTiles(geometry, block, refs.get("table"), memory, role.tile, counter=counter, waves=waves)
+    if geometry.is_paired:
+        work = replace(work, rank=role.rank, barriers=role.barriers)
     fewer, more = geometry.config.registers
     if geometry.is_paired:
-        sync.prepare_exchange(memory["arrivals"])
+        sync.prepare_exchange(role.barriers, schedule.BARRIERS_OF_PEERS)
         sync.cluster_wait()
 
     @pl.when(warpgroup == CONSUMERS)
@@ -415,9 +417,9 @@ class BackwardProducer(BackwardRole):
 
 @dataclass(frozen=True)
 class TurnAdder(BackwardRole):
-    """A warp that adds dQ of every `ADDERS`-th step to global memory, each when it is the block of keys' turn.
+    """A warp that adds dQ of every `ADDERS`-th step to global memory, each when it is the tile's turn.
 
-    A counter for each block of queries says how many blocks of keys have added, and each waits until those before it have.
+    A counter for each block of queries says how many tiles have added, and each waits until those before it have.
     The warps take steps in turn: one waits for the counter while what the other added arrives. A second pass for dQ would make
     seven products in place of five, with the forward pass nine in place of seven: 0.78 of the speed at best.
     """
@@ -434,10 +436,12 @@ class TurnAdder(BackwardRole):
             i = first + i * ADDERS
             head, block = self.head_and_block(tile, i)
             turn = (tile.b * geometry.query[1] + head) * geometry.blocks_q + block
+            if geometry.is_paired:  # each block of threads has turns for its columns
+                turn = 2 * turn + self.rank
             if "before" in self.refs:
-                before = self.refs["before"][tile.b, tile.block, block]
+                before = self.refs["before"][tile.b, tile.number, block]
             else:
-                before = tile.block - geometry.first_key_block(block, KERNEL)
+                before = tile.number - geometry.first_tile(block, KERNEL)
             bias_turn = self._add_to_bias(tile, head, block) if geometry.adds_bias_in_turns else None
             tickets.await_count(self.refs["turns"], turn, before)
             for piece in range(geometry.config.pieces):

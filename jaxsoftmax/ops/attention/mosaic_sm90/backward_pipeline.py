@@ -73,6 +73,7 @@ class BackwardTile:
 
     b: Any  # batch entry
     head: Any  # key head
+    number: Any  # among the tiles of the key head
     block: Any  # of keys
     other_block: Any  # of keys, that the other block of threads has; None if there is none
     low: Any  # first block of queries that the tile visits
@@ -129,7 +130,12 @@ class BackwardRole:
             whole_to = jnp.clip(whole_to, whole_from, high)
         offset = operands["query_offset"][b] if "query_offset" in operands else 0
         limits = low, high - low, whole_from, whole_to
-        return BackwardTile(b, head, block, other_block, *limits, (lengths[0], lengths[1]), offset)
+        return BackwardTile(b, head, tile, block, other_block, *limits, (lengths[0], lengths[1]), offset)
+
+    @property
+    def barriers(self):
+        """Barriers by which both blocks of threads of a cluster tell each other what they send, in shared memory."""
+        return self.memory["lines"].at[sum(self.geometry.config.stages)]
 
     @property
     def rank(self):
@@ -415,7 +421,7 @@ class BackwardConsumer(BackwardRole):
             plgpu.wgmma(dq_acc, ds if is_transposed else ds.T, keys)
         if not self.geometry.is_paired:
             return halves
-        sync.await_peer(self.memory["arrivals"], step)
+        sync.await_peer(self.barriers, step)
         plgpu.wgmma(dq_acc, ds_stage.at[1, slab].T, self.memory["other_k"].at[self.index + hidden_zero(step, 2)])
         return halves + 1
 
@@ -438,7 +444,7 @@ class BackwardConsumer(BackwardRole):
                 plgpu.copy_smem_to_gmem(stage, target)
         if geometry.is_paired:
             transforms = tile_transforms(geometry.dtype)
-            sync.exchange_with_peer(self.memory["ds"], transforms, self.memory["arrivals"], 1 - self.rank, current.index)
+            sync.exchange_with_peer(self.memory["ds"], transforms, self.barriers, 1 - self.rank, current.index)
 
     def ds_stage(self, step):
         """Returns the stage of the derivatives of a step's scores."""

@@ -123,9 +123,8 @@ class BackwardGeometry(AttentionGeometry):
         (length, heads, _), (keys, key_heads, _), config = self.query, self.key, self.config
         block_kv = ROWS if config.roles else ROWS * CONSUMERS
         blocks_kv = pl.cdiv(keys, block_kv)
-        # Beside all that two blocks exchange there is no room for tickets, or for weights that the bias's derivative needs.
-        has_room = self.bias_gradient is BiasGradient.NONE and not self.config.stages_bias
-        is_paired = config.pairs and has_room and not (self.is_deterministic or self.is_varying)
+        # Beside all that two blocks exchange there is no room for the bias, or for weights that its derivative needs.
+        is_paired = config.pairs and self.bias_gradient is BiasGradient.NONE and not self.config.stages_bias
         cluster = 2 if is_paired else 1
         parts = config.block_q // ROWS, cluster * CONSUMERS * ROWS // config.block_q
         seeds_delta = not config.roles and "seeds" not in self.names
@@ -220,7 +219,8 @@ class BackwardGeometry(AttentionGeometry):
     def spans(self, operands: Mapping[str, jax.Array], seen: jax.Array | None) -> jax.Array:
         """Computes the `span` of every block of keys from lengths, segments and `seen`: int32 `[*batch, blocks_kv, 4]`.
 
-        `seen` says which blocks of queries a mask lets see a block of keys, or is None.
+        Blocks of keys that share a tile visit the same blocks of queries. `seen` says which blocks of queries a mask lets see a
+        block of keys, or is None.
         """
         lengths = [
             jnp.clip(operands[name][..., None], 0, size) if name in operands else jnp.int32(size)
@@ -240,16 +240,30 @@ class BackwardGeometry(AttentionGeometry):
             low, high = jnp.maximum(low, ends[..., 0]), jnp.minimum(high, ends[..., 1])
         high = jnp.maximum(low, high)
         whole_from = jnp.clip(whole_from, low, high)
-        return jnp.stack(jnp.broadcast_arrays(low, high, whole_from, jnp.clip(whole_to, whole_from, high)), -1)
+        spans = jnp.stack(jnp.broadcast_arrays(low, high, whole_from, jnp.clip(whole_to, whole_from, high)), -1)
+        return self._of_pairs(spans) if self.is_paired else spans
+
+    def _of_pairs(self, spans: jax.Array) -> jax.Array:
+        """Lets both blocks of keys of a tile visit all from the first block of queries that either visits to the last.
+
+        Their number becomes even.
+        """
+        padding = [(0, 0)] * (spans.ndim - 2) + [(0, -self.blocks_kv % 2), (0, 0)]
+        pairs = jnp.pad(spans, padding).reshape(*spans.shape[:-2], self.tiles_of_head, 2, 4)
+        low, high = pairs[..., 0], pairs[..., 1]
+        high_of_both = jnp.where(low < high, high, 0).max(-1, keepdims=True)
+        low_of_both = jnp.minimum(jnp.where(low < high, low, self.blocks_q).min(-1, keepdims=True), high_of_both)
+        ends = jnp.broadcast_to(jnp.stack([low_of_both, high_of_both], -1), pairs[..., :2].shape)
+        return jnp.concatenate([ends, pairs[..., 2:]], -1).reshape(*spans.shape[:-2], -1, 4)
 
     def turns_before(self, spans: jax.Array) -> jax.Array:
-        """Counts the blocks of keys that add to a block of queries before each: int32 `[batch, blocks_kv, blocks_q]`."""
-        visits = self._visits(spans)
+        """Counts the tiles that add to a block of queries before each: int32 `[batch, tiles_of_head, blocks_q]`."""
+        visits = self._visits(spans[..., ::2, :] if self.is_paired else spans)
         return jnp.cumsum(visits, -2, dtype=jnp.int32) - visits
 
     def _visits(self, spans: jax.Array) -> jax.Array:
-        """Says which blocks of queries each block of keys visits: 1 or 0, int32 `[batch, blocks_kv, blocks_q]`."""
-        spans = jnp.broadcast_to(spans, (*self.batch, self.blocks_kv, 4)).reshape(-1, self.blocks_kv, 4)
+        """Says which blocks of queries visit those that spans are of: 1 or 0, int32 `[batch, spans.shape[-2], blocks_q]`."""
+        spans = jnp.broadcast_to(spans, (*self.batch, *spans.shape[-2:])).reshape(-1, *spans.shape[-2:])
         block = jnp.arange(self.blocks_q, dtype=jnp.int32).reshape(1, 1, -1)
         return ((spans[..., 0, None] <= block) & (block < spans[..., 1, None])).astype(jnp.int32)
 
@@ -267,10 +281,11 @@ class BackwardGeometry(AttentionGeometry):
         before = (jnp.cumsum(line, 0, dtype=jnp.int32) - line).reshape(first.shape)
         return jnp.moveaxis(before, range(len(shared)), shared).reshape(-1, *shape[-2:])
 
-    def first_key_block(self, block: Any, arithmetic: Arithmetic) -> Any:
-        """Returns the first block of keys that the window lets a block of queries see."""
+    def first_tile(self, block: Any, arithmetic: Arithmetic) -> Any:
+        """Returns the first tile whose keys the window lets a block of queries see."""
         (left, _), (divide, _, maximum, _) = self.window, arithmetic
-        return 0 if left is None else divide(maximum(block * self.config.block_q - left, 0), self.block_kv)
+        keys = (1 + self.is_paired) * self.block_kv
+        return 0 if left is None else divide(maximum(block * self.config.block_q - left, 0), keys)
 
     def lines(self, lse, delta):
         """Returns log-sum-exp and delta of queries as the kernel takes them. A score of `-inf` then has weight 0."""
@@ -311,9 +326,9 @@ class BackwardGeometry(AttentionGeometry):
         lines = {"q_lse": stages, "do_delta": stages_do}
         # One array for both: each array starts at a multiple of 1 KiB, and there is no room for two.
         if self.is_deterministic or self.is_paired:
-            lines = {"lines": stages + stages_do}
+            lines = {"lines": stages + stages_do + self.is_paired}  # the last one has barriers
         if self.is_paired:
-            memory |= {"other_k": self._tiles(CONSUMERS, ROWS, self.part_size), "arrivals": plgpu.SMEM((2, 2), jnp.int32)}
+            memory |= {"other_k": self._tiles(CONSUMERS, ROWS, self.part_size)}
             step_done = plgpu.ClusterBarrier(collective_axes=("rank",), num_arrivals=CONSUMERS, num_barriers=DS_STAGES)
         else:
             step_done = plgpu.Barrier(num_barriers=CONSUMERS * DS_STAGES)
