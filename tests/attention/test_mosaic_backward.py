@@ -159,6 +159,9 @@ OWN = {
     "8 heads that share 2": case({"length": 260, "keys": 140, "heads": 8, "size": 128}, is_causal=True),
     "8 heads that share 2, size 256": case({"length": 140, "keys": 260, "heads": 8, "size": 256}),
     "window, size 256": case({"length": 300, "keys": 330, "size": 256}, local_window_size=(70, 100)),
+    "bias of all heads, groups of 2, one block of queries": case(
+        {"length": 60, "keys": 200, "size": 64}, lambda: {"bias": random((1, 1, 60, 200), "bias")}
+    ),
     "segments, size 256, groups of 3": case(
         {"length": 300, "keys": 200, "size": 256, "heads": 6},
         lambda: {"query_segment_ids": segments(300, 0), "key_value_segment_ids": segments(200, 1)},
@@ -267,6 +270,7 @@ def check_case(kind, **more):
 
 # Of each head size what waits for turns: with a table of lengths or segments and without, and with the most shared memory.
 DETERMINISTIC = ["385 and 513, causal", "window (200, 300), size 128", "segments, size 256, groups of 3", "lengths, causal"]
+DETERMINISTIC += ["bias of all heads, groups of 2, one block of queries"]
 DETERMINISTIC += ["whole bias and soft cap, lengths, size 256"]
 DETERMINISTIC += [f"bias of all entries, lengths, size {size}" for size in (64, 128, 256)]
 DETERMINISTIC += ["bias (1,4,130,201) float32", "bias (2,1,130,201) bfloat16", "bias (2,4,1,200) float32"]
@@ -904,7 +908,7 @@ def test_two_blocks_of_threads_share_a_tile_where_shared_memory_has_room():
     assert dataclasses.replace(many, multiprocessors=1).n_blocks == 1
     sends = "cp.async.bulk.shared::cluster.shared::cta"
     assert sends in lower(lowering.operands(size=256))
-    assert sends not in lower(lowering.operands(size=256) | {"bias": lowering.shaped(2, 1, 1, 301, dtype="float32")})
+    assert sends not in lower(lowering.operands(size=256) | {"bias": lowering.shaped(2, 1, 1, 300, dtype="float32")})
 
 
 def pairless(config):
@@ -1179,6 +1183,11 @@ REFUSALS = {
         for shape in BROADCAST
         if shape[-1:] != (301,)
     },
+    "bias of one key, deterministic": (
+        lowering.operands((2,), 300, 1) | {"bias": lowering.shaped(1, 1, 300, 1)},
+        {"deterministic_gradients": True},
+        "bias that is the same for all keys, .* summed in any order",
+    ),
 }
 
 

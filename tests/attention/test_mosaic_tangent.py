@@ -350,6 +350,18 @@ def test_plans_say_how_kernels_run():
     assert planned(("sinks",), more={"sinks": lowering.shaped(4, dtype="float32")}).describe() == "XLA, for the sinks alone"
 
 
+def test_no_tangent_at_all_needs_no_kernel():
+    """A ring gives tangents of the sinks to the first part of the keys alone."""
+    plan = planned(())
+    assert plan.geometry is None
+    given = {"query": jnp.ones((2, 3, 4, 64), jnp.bfloat16), "key": jnp.ones((2, 5, 4, 64), jnp.bfloat16)}
+    given |= {"value": given["key"], "out": jnp.full((2, 3, 4, 64), jnp.inf, jnp.bfloat16), "lse": jnp.ones((2, 4, 3))}
+    d_out, d_lse = plan.run(**given)
+    assert (d_out.shape, d_out.dtype, d_lse.shape, d_lse.dtype) == ((2, 3, 4, 64), jnp.bfloat16, (2, 4, 3), jnp.float32)
+    assert not d_out.any()
+    assert not d_lse.any()
+
+
 @pytest.mark.parametrize(
     ("shapes", "words"),
     [

@@ -1,6 +1,7 @@
 """Blocks of threads that wait for each other's turns, as in deterministic gradients of attention, never wait for ever."""
 
 import dataclasses
+import itertools
 import random
 
 import jax
@@ -47,17 +48,22 @@ def plan_of(length, keys, window, size, heads, *, deterministic=True, varying=Fa
 def turns(plan):
     """Lists for each tile the turns that it takes one after the other: the counter, and the value that it has to have.
 
-    A bias is that of all heads.
+    They are in the order in which consumers stage what is added: dQ of a step follows the bias of the next one. Each ends
+    before the next is awaited. A bias is that of all heads.
     """
     found = []
     for tile in range(plan.n_tiles):
         head, number = divmod(tile, plan.tiles_of_head)
         low, high = plan.visited(number, HOST)
-        found.append([])
-        for q in range(high - 1, low - 1, -1):
-            if plan.adds_bias_in_turns:
-                found[-1].append((("bias", number, q), head))
-            found[-1].append(((head, q), number - plan.first_tile(q, HOST)))
+        heads = range(head * plan.heads_per_key_head, (head + 1) * plan.heads_per_key_head)
+        steps = [(own, q) for own in heads for q in range(high - 1, low - 1, -1)]
+        of_queries = [((own, q), number - plan.first_tile(q, HOST)) for own, q in steps]
+        if plan.adds_bias_in_turns:
+            of_bias = [(("bias", number, q), own) for own, q in steps]
+            pairs = itertools.zip_longest(of_bias, [None, *of_queries])
+            found.append([turn for pair in pairs for turn in pair if turn is not None])
+        else:
+            found.append(of_queries)
     return found
 
 

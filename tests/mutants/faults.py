@@ -989,8 +989,8 @@ FAULTS = (
     Fault(
         "mosaic attention: a bias that is the same for all keys has deterministic derivatives",
         f"{_MOSAIC}/backward.py",
-        ".shape)[-1] != keys:",
-        ".shape)[-1] > keys:",
+        "return shape[-1] != keys or (",
+        "return shape[-1] > keys or (",
         "tests/attention/test_mosaic_backward.py -k what_is_not_served",
     ),
     Fault(
@@ -1062,7 +1062,7 @@ FAULTS = (
     Fault(
         "mosaic attention: tangents of the sinks alone run a kernel",
         f"{_MOSAIC}/tangent.py",
-        """& set(types) == {"d_sinks"}:""",
+        """& set(types) <= {"d_sinks"}:""",
         """& set(types) == {"d_bias"}:""",
         "tests/attention/test_mosaic_tangent.py -k plans_say",
     ),

@@ -109,12 +109,18 @@ def plan(problem: AttentionProblem, target: Target) -> BackwardPlan | Refusal:
         return Refusal(f"derivatives of head sizes above {SIZES[-1]} have no kernel, got {size}", lacks_kernel=True)
     if {"bias", "mask"} & set(types) and keys > _MAX_MASKED:
         return Refusal(f"there must be at most {_MAX_MASKED} keys with a bias or a mask, got {keys}")
-    if "bias" in wanted and is_deterministic and (shape := types["bias"].shape)[-1] != keys:
+    if "bias" in wanted and is_deterministic and _is_same_for_all_keys(shape := types["bias"].shape, problem):
         return Refusal(f"the derivative of a bias that is the same for all keys, {shape}, is summed in any order")
     geometry = None
     if set(wanted) - {"sinks"}:
         geometry = shape_backward(types, target, wanted, is_deterministic, is_partial, **problem.options)
     return BackwardPlan(geometry, tuple(wanted), params["window"], is_partial)
+
+
+def _is_same_for_all_keys(shape, problem: AttentionProblem) -> bool:
+    """Returns True if several scores of a row share an element of a bias; with one key, if any scores do."""
+    (length, heads, _), keys = problem.types["query"].shape[-3:], problem.types["key"].shape[-3]
+    return shape[-1] != keys or (keys == 1 and shape != (*problem.batch, heads, length, keys))
 
 
 def launch(
@@ -442,21 +448,21 @@ class TurnAdder(BackwardRole):
                 before = self.refs["before"][tile.b, tile.number, block]
             else:
                 before = tile.number - geometry.first_tile(block, KERNEL)
-            bias_turn = self._add_to_bias(tile, head, block) if geometry.adds_bias_in_turns else None
+            if geometry.adds_bias_in_turns:
+                self._add_to_bias(tile, head, block)
             tickets.await_count(self.refs["turns"], turn, before)
             for piece in range(geometry.config.pieces):
                 self._take_over(lambda consumer, piece=piece: self.add_to_dq(consumer, tile.b, head, block, piece))
             plgpu.wait_smem_to_gmem(0)
             tickets.add_one(self.refs["turns"], turn)
-            if bias_turn is not None:
-                tickets.add_one(self.refs["bias_turns"], bias_turn)
 
         return steps + total
 
     def _add_to_bias(self, tile, head, block):
-        """Adds what consumers stage for the bias in a step, when the head's turn comes; returns the number of the counter.
+        """Adds what consumers stage for the bias in a step, when the head's turn comes.
 
-        Heads of the batch that share elements of the bias add in their order.
+        Heads of the batch that share elements of the bias add in their order. The turn ends before that of dQ is awaited: in
+        the next step the other warp may wait for it, behind which consumers stage dQ of this step.
         """
         geometry, d_bias = self.geometry, self.operands["dbias"]
         turn = (d_bias.entry(tile.b, head) * geometry.blocks_kv + tile.block) * geometry.blocks_q + block
@@ -469,7 +475,8 @@ class TurnAdder(BackwardRole):
         tickets.await_count(self.refs["bias_turns"], turn, before)
         for slab in range(geometry.config.block_q // ROWS):
             self._take_over(lambda consumer, slab=slab: self.add_to_bias(tile, consumer, head, block, slab))
-        return turn
+        plgpu.wait_smem_to_gmem(0)
+        tickets.add_one(self.refs["bias_turns"], turn)
 
     def _take_over(self, add):
         """Adds what both consumers have staged, and tells them when it has left shared memory."""

@@ -40,7 +40,7 @@ from jaxsoftmax.ops.attention.operands import OPERANDS, RESULTS, TANGENTS, Atten
 class TangentPlan:
     """Tangents of attention by the tangent kernel."""
 
-    geometry: TangentGeometry | None  # None if the sinks alone have a tangent, which needs no kernel
+    geometry: TangentGeometry | None  # None if at most the sinks have a tangent, which needs no kernel
     prepare: tuple[Callable[..., Any], ...] = ()  # functions of the operands by name, which XLA computes before the kernel
     is_partial: bool = False  # the tangents are parts of sums, beside which a collective may run
     remark = None
@@ -59,6 +59,8 @@ class TangentPlan:
         if "d_sinks" in present:
             start = weights_of_sinks(present["sinks"], present["lse"]) * present["d_sinks"].astype(jnp.float32)[..., None]
             start = jnp.broadcast_to(start, (*batch, heads, length))
+        if self.geometry is None and start is None:
+            return [jnp.zeros((*batch, length, heads, value_size), present["query"].dtype), jnp.zeros((*batch, heads, length))]
         if self.geometry is None:
             d_out = -start.mT[..., None] * present["out"].astype(jnp.float32)
             return [d_out.astype(present["query"].dtype), start]
@@ -79,7 +81,7 @@ def plan(problem: AttentionProblem, target: Target) -> TangentPlan | Refusal:
         return Refusal("tangents of float32 have no kernel", lacks_kernel=True)
     if (size := max(types[name].shape[-1] for name in ("query", "value"))) > LARGEST:
         return Refusal(f"tangents of head sizes above {LARGEST} have no kernel, got {size}", lacks_kernel=True)
-    if {tangent.name for tangent in TANGENTS} & set(types) == {"d_sinks"}:
+    if {tangent.name for tangent in TANGENTS} & set(types) <= {"d_sinks"}:  # a part of the keys may have none at all
         return TangentPlan(None)
     prepare: list[Callable[..., Any]] = []
     if any(types[name].shape[-1] % head_multiple(problem.dtype) for name in ("query", "value")):
