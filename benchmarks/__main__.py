@@ -2,7 +2,7 @@
 
 python -m benchmarks softmax               measure, print, and append to results/<gpu>/softmax.csv
 python -m benchmarks softmax_sweep         likewise, softmax over 64 widths drawn at random
-python -m benchmarks attention             likewise, attention
+python -m benchmarks attention             likewise, attention, and with tangents of query, key and value
 python -m benchmarks attention_gradients   likewise, its forward and backward passes together
 python -m benchmarks attention_sustained   likewise, attention back to back in long turns, with the energy of a call and clocks
 python -m benchmarks attention_cool        likewise, single calls of attention on a GPU that rests between them

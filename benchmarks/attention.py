@@ -1,4 +1,4 @@
-"""The cells of attention: forward, and forward and backward together.
+"""The cells of attention: forward, forward with tangents, and forward and backward together.
 
 An array has 16384 tokens, `batch = 16384 / T`, and heads for a hidden size of 2048 or as near below as their size allows.
 `flops` are two for each multiplication and addition of both products: of all pairs of queries and keys, of half of them for
@@ -8,6 +8,10 @@ query, key, value and output, and of a mask or bias, once. Some queries of one h
 Forward and backward together are the gradients of query, key, value and a bias, in one program, from the output's cotangent, an
 input. They have five products more. `bytes` are those of the two passes: backward reads what forward reads and writes, and the
 cotangent, and writes the gradients. Some keys of one head are checked too.
+
+Forward with tangents, the pass `jvp`, is `jax.jvp` with tangents of query, key and value. It has five products more: the scores
+again, two for their tangent, and two for that of the output. `bytes` are those of forward, and once more with a tangent of each
+array.
 """
 
 import functools
@@ -35,11 +39,13 @@ HIDDEN = 2048
 HEAD_SIZES = (64, 128, 256)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 LENGTHS_BACKWARD = (512, 2048, 4096, 16384)
+LENGTHS_TANGENTS = (4096, 16384)
 DOCUMENTS = 12
 WINDOW = 1024
 SOFT_CAP = 30.0
 BLOCK = 128  # queries and keys of a block, where blocks are counted
 
+_MOST_SCORES = 2**31  # of which XLA holds several arrays of float32 for tangents: 8 GiB each
 _FEW_QUERIES = 131  # more than those of a decoding step, which splits keys and so adds up in another order
 _FEWER = {"ends": 4, "random": 8}  # of queries and of keys whose gradients are compared
 _FEW_LENGTH = 4096  # the length at which calls with few queries are compared: each is compiled anew
@@ -49,13 +55,13 @@ _FEW_LENGTH = 4096  # the length at which calls with few queries are compared: e
 class Call:
     """Describes what a cell computes: shapes, and what rules out keys or changes scores.
 
-    `extras` are the operands beside query, key and value. With `backward` their gradients are computed. `deterministic` asks
-    for gradients that have the same bits each time. `zigzag` is a number of devices: tokens come in the order in which causal
-    attention costs each of them the same; inputs here do not. `keys` is the number of keys of each batch entry; None if it is
-    that of queries.
+    `extras` are the operands beside query, key and value. With `backward` their gradients are computed, with `tangents` the
+    tangent of the output from those of query, key and value. `deterministic` asks for gradients that have the same bits each
+    time. `zigzag` is a number of devices: tokens come in the order in which causal attention costs each of them the same;
+    inputs here do not. `keys` is the number of keys of each batch entry; None if it is that of queries.
 
     Raises:
-      ValueError: `keys` beside what is said of positions, which have no common start then.
+      ValueError: `keys` beside what is said of positions, which have no common start then; or `backward` beside `tangents`.
     """
 
     batch: int
@@ -70,6 +76,7 @@ class Call:
     extras: tuple[str, ...] = ()
     dtype: str = "bfloat16"
     backward: bool = False
+    tangents: bool = False
     deterministic: bool = False
     zigzag: int | None = None
     keys: int | None = None
@@ -79,6 +86,8 @@ class Call:
             self.causal or self.window or {"causal_mask", "segments", "key_lengths"} & set(self.extras)
         ):
             raise ValueError(f"keys: must be None where positions matter, got {self}")
+        if self.backward and self.tangents:
+            raise ValueError(f"tangents: must be False with backward, got {self}")
 
     @property
     def n_keys(self) -> int:
@@ -87,7 +96,12 @@ class Call:
 
     @property
     def pass_(self) -> str:
-        return "forward+backward" if self.backward else "forward"
+        return "forward+backward" if self.backward else "jvp" if self.tangents else "forward"
+
+    @property
+    def has_derivative(self) -> bool:
+        """True if more is computed than the output."""
+        return self.backward or self.tangents
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -131,12 +145,12 @@ class Call:
     def bytes(self) -> int:
         itemsize, scores = jnp.dtype(self.dtype).itemsize, self.length * self.n_keys
         varied = sum(map(math.prod, self.shapes)) + scores * self.heads * ("bias" in self.extras)
-        times, times_mask = (3, 2) if self.backward else (1, 1)
+        times, times_mask = (3, 2) if self.has_derivative else (1, 1)
         return times * varied * itemsize + times_mask * scores * bool({"mask", "causal_mask"} & set(self.extras))
 
     @property
     def flops(self) -> int:
-        of_keys, of_values = (4, 3) if self.backward else (1, 1)  # products
+        of_keys, of_values = (4, 3) if self.has_derivative else (1, 1)  # products
         sizes = of_keys * self.head_size + of_values * (self.value_size or self.head_size)
         return 2 * self.heads * self.pairs * sizes
 
@@ -209,7 +223,7 @@ def documents(length: int) -> np.ndarray:
 
 
 def cells(tokens: int = TOKENS, hidden: int = HIDDEN) -> list[Cell]:
-    """All cells of the forward pass; with fewer tokens or a smaller hidden size, smaller ones of the same kinds."""
+    """All cells of the forward pass, with and without tangents; with fewer tokens or a smaller hidden size, smaller ones."""
     return [cell_of(call) for call in _calls(tokens, hidden) if not call.backward]
 
 
@@ -263,8 +277,9 @@ def _calls(tokens: int, hidden: int) -> list[Call]:
         *(replace(usual, dtype="float32", causal=causal) for causal in (False, True)),
         *grid((4096,), deterministic=True),
     ]
+    tangents = grid(sorted({min(length, most) for length in LENGTHS_TANGENTS}), tangents=True)
     both = (replace(call, backward=True) for call in [*grid(up_to_most(LENGTHS_BACKWARD)), *backward])
-    return [*grid(up_to_most(LENGTHS)), *more, *both]
+    return [*grid(up_to_most(LENGTHS)), *more, *tangents, *both]
 
 
 def cell_of(call: Call) -> Cell:
@@ -306,7 +321,7 @@ def _operands(key, hurtful, shapes, dtype):
 
 
 def _inputs(call: Call, key, hurtful: bool) -> tuple[Any, ...]:
-    """Query, key and value, the call's extras, and a cotangent of the output where gradients are computed."""
+    """Query, key and value, the call's extras, and a cotangent of the output or tangents where derivatives are computed."""
     own = jax.random.fold_in(key, 1)
     scores = (1, call.heads, call.length, call.n_keys)
     segments = jnp.broadcast_to(documents(call.length), (call.batch, call.length))
@@ -322,6 +337,8 @@ def _inputs(call: Call, key, hurtful: bool) -> tuple[Any, ...]:
     extras = [makers[name]() for name in call.extras]
     if call.backward:
         extras.append(jax.random.normal(jax.random.fold_in(key, 2), call.shapes[3]).astype(call.dtype))
+    if call.tangents:
+        extras += _operands(jax.random.fold_in(key, 2), False, tuple(call.shapes[:3]), call.dtype)
     return (*operands, *extras)
 
 
@@ -329,9 +346,10 @@ def _inputs(call: Call, key, hurtful: bool) -> tuple[Any, ...]:
 
 
 def _sample(call: Call, inputs: Sequence[Any], output: Any) -> list[tuple[np.ndarray, Any]]:
-    """Some queries of one head, the first and the last ones among them, and the truth of them."""
-    at = sampled(call.length)
-    return list(zip([_some(output, [call.batch - 1], call.heads // 2, at)], _truths(call, inputs, at), strict=True))
+    """Some queries of one head, the first and the last ones among them, and the truth of them; likewise of their tangents."""
+    at, outputs = sampled(call.length), output if call.tangents else (output,)
+    parts = [_some(array, [call.batch - 1], call.heads // 2, at) for array in outputs]
+    return list(zip(parts, _truths(call, inputs, at), strict=True))
 
 
 def _sample_of_gradients(call: Call, inputs: Sequence[Any], output: Any) -> list[tuple[np.ndarray, Any]]:
@@ -360,7 +378,8 @@ def _truths(call: Call, inputs: Sequence[Any], at: np.ndarray) -> list[Any]:
         for known, own, truths in _known:
             if known is call and all(a is b for a, b in zip(own, inputs, strict=True)):
                 return truths
-        truths = _gradients_in_truth(call, inputs, at) if call.backward else _output_in_truth(call, inputs, at)
+        in_truth = _gradients_in_truth if call.backward else _tangent_in_truth if call.tangents else _output_in_truth
+        truths = in_truth(call, inputs, at)
         _known[:] = [*_known[-1:], (call, inputs, truths)]
         return truths
 
@@ -368,6 +387,14 @@ def _truths(call: Call, inputs: Sequence[Any], at: np.ndarray) -> list[Any]:
 def _output_in_truth(call: Call, inputs: Sequence[Any], at: np.ndarray) -> list[Any]:
     operands, given = _of_queries(call, inputs, [call.batch - 1], call.heads // 2, at)
     return [attention_oracle.attention(*operands, **given)[0]]
+
+
+def _tangent_in_truth(call: Call, inputs: Sequence[Any], at: np.ndarray) -> list[Any]:
+    """Computes the truths of the output and of its tangent."""
+    arrays, given = _of_queries(call, inputs[:-3], [call.batch - 1], call.heads // 2, at)
+    tangents = _of_one_head(call, inputs[-3:], [call.batch - 1], call.heads // 2, at)
+    moved = dict(zip(("query", "key", "value"), tangents, strict=True))
+    return [attention_oracle.attention(*arrays, **given)[0], attention_oracle.tangents(moved, *arrays, **given)[0]]
 
 
 def _gradients_in_truth(call: Call, inputs: Sequence[Any], at: np.ndarray) -> list[Any]:
@@ -387,9 +414,6 @@ def _gradients_in_truth(call: Call, inputs: Sequence[Any], at: np.ndarray) -> li
 
 def _of_queries(call: Call, inputs: Sequence[Any], entries: list[int], head: int, at: np.ndarray):
     """Returns the oracle's arguments for some queries of one head: query, key and value, and a dict of the others."""
-    query, key, value = inputs[:3]
-    query = _some(query, entries, head, at)
-    key, value = (_some(a, entries, call.key_head(head)) for a in (key, value))
     cols = np.arange(call.n_keys)
     seen = (cols >= call.seen_from[at, None]) & (cols < call.seen_to[at, None])
     given: dict[str, Any] = {"logits_soft_cap": call.soft_cap}
@@ -404,7 +428,14 @@ def _of_queries(call: Call, inputs: Sequence[Any], entries: list[int], head: int
             seen = seen & (cols < np.asarray(extra)[entries, None, None])
     if call.dtype == "float32":
         given["product"] = attention_oracle.THREE_PRODUCTS
-    return (query, key, value), given | {"mask": seen.reshape(-1, 1, *seen.shape[-2:])}
+    arrays = _of_one_head(call, inputs[:3], entries, head, at)
+    return arrays, given | {"mask": seen.reshape(-1, 1, *seen.shape[-2:])}
+
+
+def _of_one_head(call: Call, arrays: Sequence[Any], entries: list[int], head: int, at: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Selects from query, key and value, or their tangents: some queries of one head, the keys and values of its key head."""
+    query, *others = arrays
+    return (_some(query, entries, head, at), *(_some(array, entries, call.key_head(head)) for array in others))
 
 
 def _some(array: Any, entries: list[int], head: int, at: Any = slice(None)) -> np.ndarray:
@@ -472,7 +503,8 @@ def _of_head(array, b, head):
 
 def _fewer(call: Call, inputs: Sequence[Any], output: Any) -> list[tuple[str, tuple[Any, ...], Any]]:
     """A call with the first batch entry's first queries alone."""
-    few, (query, key, value, *extras) = slice(_FEW_QUERIES), inputs
+    operands, tangents = (inputs[:-3], inputs[-3:]) if call.tangents else (inputs, ())
+    few, extras = slice(_FEW_QUERIES), operands[3:]
     cut: dict[str, Callable[[Any], Any]] = {
         "bias": lambda bias: bias[:, :, few],
         "mask": lambda mask: mask[:, :, few],
@@ -482,7 +514,12 @@ def _fewer(call: Call, inputs: Sequence[Any], output: Any) -> list[tuple[str, tu
         "sinks": lambda sinks: sinks,
     }
     cuts = (cut[name](extra) for name, extra in zip(call.extras, extras, strict=True))
-    return [(f"{_FEW_QUERIES} queries", (query[:1, few], key[:1], value[:1], *cuts), output[:1, few])]
+
+    def first(query: Any, *others: Any) -> list[Any]:
+        return [query[:1, few], *(array[:1] for array in others)]
+
+    arrays = (*first(*operands[:3]), *cuts, *(first(*tangents) if tangents else ()))
+    return [(f"{_FEW_QUERIES} queries", arrays, jax.tree.map(lambda array: array[:1, few], output))]
 
 
 def _none_fewer(inputs, output):
@@ -495,6 +532,10 @@ def _none_fewer(inputs, output):
 def _contenders(call: Call):
     yield of_ours(call)
     if call.deterministic:  # is compared with the same without
+        return
+    if call.tangents:  # that only XLA computes of the others
+        if call.batch * call.heads * call.length * call.n_keys <= _MOST_SCORES:
+            yield of_xla(call)
         return
     if call.dtype == "float32":  # the others have none
         yield of_xla(call)  # in TF32
@@ -541,7 +582,12 @@ def of_xla_in_float32(call: Call) -> Contender:
 
 
 def _as_measured(call: Call, attention: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of a cell's inputs: attention, or the gradients of query, key, value and a bias, the first of the extras."""
+    """The function of a cell's inputs: attention, or the gradients of query, key, value and a bias, the first of the extras.
+
+    With `tangents` it is attention and its tangent.
+    """
+    if call.tangents:
+        return lambda *inputs: _with_tangent(attention, inputs[:3], inputs[3:-3], inputs[-3:])
     if not call.backward:
         return attention
 
@@ -552,6 +598,10 @@ def _as_measured(call: Call, attention: Callable[..., Any]) -> Callable[..., Any
         return jax.vjp(lambda *varied: attention(*varied, *others), *varied)[1](dout)
 
     return gradients
+
+
+def _with_tangent(attention: Callable[..., Any], operands: Any, extras: Any, tangents: Any) -> Any:
+    return jax.jvp(lambda *operands: attention(*operands, *extras), operands, tangents)
 
 
 def _of_ours(call: Call) -> Callable[..., Any]:

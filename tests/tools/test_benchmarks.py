@@ -152,7 +152,7 @@ def tiny(pattern, **changes):
 def tiny_attention(options, dtype="bfloat16", pass_="forward"):
     """Attention on 512 tokens, the first cell of these options."""
     wanted = options, dtype, pass_
-    cells = attention.cells if pass_ == "forward" else attention.gradient_cells
+    cells = attention.gradient_cells if pass_ == BOTH else attention.cells
     return next(cell for cell in cells(512, 256) if (cell.options, cell.dtype, cell.pass_) == wanted)
 
 
@@ -384,11 +384,15 @@ MISSED_ATTENTION = [
     ("1x16384x16x128 causal=1 window=1024", {"us": 400.0}, "0.2183"),
     ("4x4097x16x128", {"us": 1100.0}, "1.201"),
     ("4x4096x16x128 mask=causal", {"us": 700.0}, "1.528"),
+    ("jvp 1x16384x32x64", {"us": 13500.0}, "3.683"),
+    ("jvp 4x4096x8x256 causal=1", {"implementation": "mosaic+xla"}, "on mosaic+xla, not on mosaic"),
+    ("jvp 4x4096x16x128", {"error": 1.2}, "1.2"),
     ("4x4096x16x128 soft_cap=30", {"implementation": "xla"}, "on xla, not on mosaic"),
     ("4x4096x16x128 sinks=1", {"error": 1.1}, "1.1"),
     ("4x4096x64x128", {"op": "none"}, "the other not measured"),
     (f"{BOTH} 4x4096x16x128 causal=1", {"us": 5000.0}, "0.9941"),
-    (f"{BOTH} 4x4096x8x256 causal=1 deterministic=1", {"us": 2150.0}, "1.341"),
+    (f"{BOTH} 4x4096x8x256 causal=1 deterministic=1", {"us": 1750.0}, "1.091"),
+    (f"{BOTH} 4x4096x16x128 bias=1xNxTxS", {"us": 10000.0}, "0.9941"),
     (f"{BOTH} 4x4096x64x128 causal=1 kv_heads=8", {"implementation": "mosaic+xla"}, "on mosaic+xla, not on mosaic"),
     (f"{BOTH} 32x512x16x128", {"op": "none"}, "not measured"),
 ]
@@ -397,11 +401,11 @@ MISSED_ATTENTION = [
 @pytest.mark.parametrize("pass_", ["forward", BOTH])
 def test_check_of_attention(tmp_path, capsys, pass_):
     suite, cells = ("attention", ATTENTION) if pass_ == "forward" else ("attention_gradients", GRADIENTS)
-    changes = [
-        (f"attention {pass_} bfloat16 {name.removeprefix(f'{BOTH} ')}", "mosaic", change, found)
-        for name, change, found in MISSED_ATTENTION
-        if name.startswith(BOTH) == (pass_ == BOTH)
-    ]
+    changes = []
+    for words, change, found in MISSED_ATTENTION:
+        own = next((name for name in (BOTH, "jvp") if words.startswith(f"{name} ")), "forward")
+        if (own == BOTH) == (pass_ == BOTH):
+            changes.append((f"attention {own} bfloat16 {words.removeprefix(f'{own} ')}", "mosaic", change, found))
     assert changes
     assert_found(tmp_path, capsys, suite, a_full_run_of_attention(cells), changes, apart=True)
 
@@ -957,6 +961,7 @@ def test_cells_of_other_kinds_run(name, cleared):
         ("causal=1 kv_heads=1", "forward"),
         pytest.param("causal=1 documents=12", "forward", marks=pytest.mark.slow),
         ("causal=1 deterministic=1", BOTH),
+        ("causal=1", "jvp"),
     ],
 )
 def test_cells_of_attention_run(options, pass_):
@@ -1072,6 +1077,24 @@ def test_the_truth_of_gradients(more):
         np.testing.assert_allclose(truth.budget, budget, rtol=0.05)
 
 
+@pytest.mark.parametrize("more", [{}, {"causal": True, "key_heads": 2}, {"extras": ("sinks",)}], ids=str)
+def test_the_truth_of_tangents(more):
+    call = attention.Call(2, 160, 4, 64, tangents=True, **more)
+    cell = attention.cell_of(call)
+    inputs = cell.inputs(jax.random.key(0), True)
+    function = jax.jit(cell.contenders[0].build())
+    output = function(*inputs)
+    assert 0 < check.errors(cell, cell.contenders[0], inputs, output)[0] <= 1
+    for wrong in range(2):
+        other = [array * (1.1 if at == wrong else 1) for at, array in enumerate(output)]
+        assert check.errors(cell, cell.contenders[0], inputs, other)[0] > 1
+    for at in range(3):  # each tangent has its part
+        moved = [0 * array if number == len(inputs) - 3 + at else array for number, array in enumerate(inputs)]
+        assert check.errors(cell, cell.contenders[0], inputs, function(*moved))[0] > 1
+    with pytest.raises(ValueError, match="tangents: must be False with backward"):
+        dataclasses.replace(call, backward=True)
+
+
 def test_bits_are_compared_where_they_must_be_the_same(monkeypatch):
     cell = tiny(ROWS)
     monkeypatch.setattr(check, "differing_bits", lambda *args, **kwargs: ["other bits"])
@@ -1095,16 +1118,21 @@ def test_each_way_to_share_rows_is_what_its_name_says():
     assert ran == {"one kernel": [("softmax", "mosaic")], "states": states, "reference": reference}
 
 
-@pytest.mark.parametrize("options", ["mask=1x1xTxS", "causal=1 documents=12", "sinks=1"])
-def test_calls_of_attention_with_fewer_queries(monkeypatch, options):
+@pytest.mark.parametrize(
+    ("options", "pass_"),
+    [("mask=1x1xTxS", "forward"), ("causal=1 documents=12", "forward"), ("sinks=1", "forward"), ("causal=1", "jvp")],
+)
+def test_calls_of_attention_with_fewer_queries(monkeypatch, options, pass_):
     monkeypatch.setattr(attention, "_FEW_QUERIES", 3)  # tiny calls have fewer than those that are compared
-    cell = tiny_attention(options)
+    monkeypatch.setattr(attention, "_FEW_LENGTH", 512)
+    cell = tiny_attention(options, pass_=pass_)
     inputs = cell.inputs(jax.random.key(0), False)
     function = cell.contenders[0].build()
-    ((words, fewer, part),) = cell.fewer(inputs, function(*inputs))
+    ((words, fewer, parts),) = cell.fewer(inputs, function(*inputs))
     assert words == "3 queries"
     # Two float32 sums of as many terms are a few dozen roundings apart, and become one number of bfloat16 or its neighbour.
-    np.testing.assert_allclose(oracle.to64(function(*fewer)), check.oracle.to64(part), rtol=2**-7, atol=64 * oracle.EPS)
+    for array, part in zip(jax.tree.leaves(function(*fewer)), jax.tree.leaves(parts), strict=True):
+        np.testing.assert_allclose(oracle.to64(array), oracle.to64(part), rtol=2**-7, atol=64 * oracle.EPS)
 
 
 def test_peers_of_attention():
@@ -1121,6 +1149,8 @@ def test_peers_of_attention():
     assert names("4x4096x16x128 causal=1", "float32") == [OURS, "jax.nn", "jax.nn highest"]
 
     assert names("1x16384x16x128 causal=1 window=1024") == [OURS, "cudnn", "flash_attention_3"]
+    assert names("1x16384x8x256", pass_="jvp") == [OURS, "jax.nn"]
+    assert names("1x16384x16x128", pass_="jvp") == [OURS]  # whose scores would be 16 GiB in float32
 
     assert names("4x4096x16x128", pass_=BOTH) == [OURS, "cudnn", "attention_mgpu", "flash_attention_3", "torch"]
     assert names("4x4096x16x128 causal=1", pass_=BOTH) == [OURS, "cudnn", "flash_attention_3", "torch"]
@@ -1946,6 +1976,7 @@ def test_flops_bytes_and_blocks_of_attention():
     assert of("4x4096x16x128 key_lengths=1").flops == 4 * 16 * 128 * 4096 * (4096 + 3413 + 2730 + 2048)
     for name in ("1x16384x16x128", "4x4096x8x256 causal=1", "1x16384x16x128 causal=1 documents=12"):
         assert of(name, BOTH).flops == 3.5 * of(name).flops
+    assert of("1x16384x16x128 causal=1", "jvp").flops == 3.5 * of("1x16384x16x128 causal=1").flops
 
     cross = SUSTAINED["attention forward bfloat16 8x2048x16x128 held_out=1 keys=10000"]
     assert cross.flops == 4 * 8 * 16 * 2048 * 10000 * 128
@@ -1957,7 +1988,7 @@ def test_flops_bytes_and_blocks_of_attention():
     assert of("4x4096x64x128 kv_heads=8").bytes == 4 * (2 * array + 2 * array // 8)
     assert of("4x4096x16x128 mask=1x1xTxS").bytes == 4 * array + 4096**2
     assert of("4x4096x16x128 bias=1xNxTxS").bytes == 4 * array + 2 * 16 * 4096**2
-    assert of("1x16384x16x128", BOTH).bytes == 12 * array
+    assert of("1x16384x16x128", BOTH).bytes == of("1x16384x16x128", "jvp").bytes == 12 * array
     assert of("4x4096x16x128 bias=1xNxTxS", BOTH).bytes == 12 * array + 3 * 2 * 16 * 4096**2
 
     assert of("1x16384x16x128").blocks == 128**2
