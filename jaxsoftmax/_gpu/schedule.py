@@ -104,12 +104,14 @@ class TiledGeometry:
 
     multiprocessors: int
     n_tiles: int = field(init=False)
-    n_blocks: int = field(init=False)  # blocks of threads of a wave, or clusters that share tiles
+    blocks_per_tile: int = field(init=False)  # blocks of threads that share a tile: 1, or more, which form a cluster
+    n_blocks: int = field(init=False)  # blocks of threads, or clusters, of a wave
     by_ticket: bool = field(init=False)  # blocks of threads take tickets for tiles, as operands decide how long a tile takes
 
-    def _derive(self, n_tiles: int, cluster: int = 1, **others: Any) -> None:
-        """Sets the attributes that follow from the others. `cluster` is the number of blocks that share a tile."""
-        derived = others | {"n_tiles": n_tiles, "n_blocks": min(max(1, self.multiprocessors // cluster), n_tiles)}
+    def _derive(self, n_tiles: int, blocks_per_tile: int = 1, **others: Any) -> None:
+        """Sets the attributes that follow from the others. `blocks_per_tile` is the number of blocks that share a tile."""
+        at_once = max(1, self.multiprocessors // blocks_per_tile)
+        derived = others | {"n_tiles": n_tiles, "n_blocks": min(at_once, n_tiles), "blocks_per_tile": blocks_per_tile}
         for name, value in derived.items():
             object.__setattr__(self, name, value)
 
@@ -177,9 +179,6 @@ def bytes_of(scratch: Mapping[str, Any]) -> int:
 
 
 _STAGES = 2  # stages in shared memory for the number and the facts of a tile, and for a ticket
-BARRIERS_OF_PEERS = (
-    6  # of a cluster whose blocks work on the same tiles: the first two are the kernel's, the others for tickets
-)
 
 
 def ticket_memory(words: int, listeners: int, *, in_order: bool = False) -> dict[str, Any]:
@@ -225,7 +224,7 @@ class BlockTiles:
     counter: Any = None  # `ticket_counter()` if all tickets are taken in order of arrival, by the producer's first warp alone
     waves: int = 1  # waves of blocks, with tickets
     rank: Any = None  # number of this block in a cluster of two that works on the same tiles; None without
-    barriers: Any = None  # `BARRIERS_OF_PEERS` barriers of `sync.prepare_exchange`, if there is a rank
+    barriers: Any = None  # `sync.BARRIERS_OF_PEERS` barriers of `sync.prepare_exchange`, if there is a rank
 
     def each(self, work, look_up=None) -> None:
         """Does `steps = work(tile(number, *facts), steps)` for the tiles of the block, in a warpgroup; `steps` starts with 0.

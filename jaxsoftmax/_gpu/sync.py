@@ -25,6 +25,10 @@ from jaxsoftmax._gpu.emit import (
     thread,
 )
 
+# Barriers of two blocks that work together, and where they are behind the first: two for `exchange_with_peer`, two for what
+# `tickets.send_to_peer` sends, and two for what was received, 8 bytes each.
+BARRIERS_OF_PEERS, SENT, RECEIVED = 6, 16, 32
+
 
 def end_copies() -> None:
     """Ends a group of the copies that this thread has started since the last group; it may be empty."""
@@ -184,7 +188,7 @@ def exchange_with_peer(ref, transforms, barriers, peer, step) -> None:
     Args:
       ref: in shared memory, at the same address in both blocks. `ref[stage, 0]` is visible to bulk copies.
       transforms: transforms of `ref`.
-      barriers: barriers of `prepare_exchange`.
+      barriers: barriers of `prepare_exchange`. The first two are used.
       peer: rank of the other block.
       step: number of the exchange, from 0 on. The stage is its remainder by 2. The blocks must have read what the step before
         the last one sent. One warpgroup of a block makes all exchanges.

@@ -27,7 +27,7 @@ from jaxsoftmax._gpu.emit import (
     shared_word_address,
     thread,
 )
-from jaxsoftmax._gpu.sync import block_barrier
+from jaxsoftmax._gpu.sync import RECEIVED, SENT, block_barrier
 
 
 def await_count(ref, index, count) -> None:
@@ -236,12 +236,12 @@ def send_to_peer(ref, row: int, value: jax.Array, barriers, number) -> None:
       ref: `[rows, columns]` int32 in shared memory, at the same address in both blocks.
       row: first of two rows.
       value: value of the first thread of the warpgroup.
-      barriers: barriers of `sync.prepare_exchange`: from the third on two for values, and two for what was received.
+      barriers: `sync.BARRIERS_OF_PEERS` barriers of `sync.prepare_exchange`.
       number: number of the value, from 0 on. The stage is its remainder by 2.
     """
     ptx = (
-        "{ .reg .pred is; .reg .u32 there, barrier; setp.lt.u32 is, $5, 2; @is bra free;"
-        " again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 is, [$2+16], $4; @!is bra again; free:"
+        "{ .reg .pred is; .reg .u32 there, barrier; setp.lt.u32 is, $5, 2; @is bra free; again:"
+        f" mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 is, [$2+{RECEIVED - SENT}], $4; @!is bra again; free:"
         " mapa.shared::cluster.u32 there, $0, 1; mapa.shared::cluster.u32 barrier, $2, 1; setp.eq.u32 is, $3, 0;"
         " @is st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], $1, [barrier]; }"
     )
@@ -277,7 +277,7 @@ def say_received(barriers, number) -> None:
     """Tells the first block of a cluster of two that the second one has received a value."""
     ptx = (
         "{ .reg .pred first; .reg .u32 barrier; setp.eq.u32 first, $1, 0; mapa.shared::cluster.u32 barrier, $0, 0;"
-        " @first mbarrier.arrive.release.cluster.shared::cluster.b64 _, [barrier+16]; }"
+        f" @first mbarrier.arrive.release.cluster.shared::cluster.b64 _, [barrier+{RECEIVED - SENT}]; }}"
     )
 
     def say(barriers, number):
@@ -293,7 +293,7 @@ def _place_of_peer(ref, row, number):
 
 def _barrier_of_peer(barriers, number):
     """Returns the address of the barrier of a value that blocks of a cluster pass, and its parity."""
-    barrier = shared_address(barriers, arith.addi(constant(16), arith.muli(arith.remui(number, constant(2)), constant(8))))
+    barrier = shared_address(barriers, arith.addi(constant(SENT), arith.muli(arith.remui(number, constant(2)), constant(8))))
     return barrier, arith.remui(arith.divui(number, constant(2)), constant(2))
 
 

@@ -1,16 +1,17 @@
 """Attention on Hopper, backward: a block of keys keeps the sums of its derivatives while queries pass block by block.
 
 A block of threads is persistent: one producer warpgroup, which starts the TMA copies, and two consumers. A tile is a block of
-keys of one key head. Its keys and values stay in shared memory. Queries and output cotangents of all query heads that share the
-key head come in stages, with their rows' log-sum-exp and `delta`, from the last block of queries to the first. Products are
-transposed, so that a row of the scores in registers is a key. For dQ the derivatives of the scores go through shared memory.
+keys of one key head, or two that two blocks of threads share. Its keys and values stay in shared memory. Queries and output
+cotangents of all query heads that share the key head come in stages, with their rows' log-sum-exp and `delta`, from the last
+block of queries to the first. Products are transposed, so that a row of the scores in registers is a key. For dQ the
+derivatives of the scores go through shared memory.
 
     S' = K Q'    P' = exp(scale S' - lse)    dP' = V dO'    dS' = P' (dP' - delta)
     dV += P' dO    dK += dS' Q    dQ += dS K    delta = sum(dO out) - dlse
 
 Reads Q, K, V, dO, lse and delta, Q and dO once for each block of keys; writes dK and dV once; adds to dQ in float32, in global
-memory, once for each block of keys: `10 * T * S * H` operations a head, whichever cotangents are wanted. The derivative
-of a bias is dS: tiles are added in float32, or stored in 16 bits where each score has a bias of its own. Source: Dao 2023,
+memory, once for each tile: `10 * T * S * H` operations a head, whichever cotangents are wanted. The derivative of a bias is
+dS: tiles are added in float32, or stored in 16 bits where each score has a bias of its own. Source: Dao 2023,
 arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608, section 3.
 
 NaN or infinity in queries, keys and values that are not seen shows, as they are multiplied by 0. float16 holds derivatives of
@@ -234,7 +235,7 @@ def _written(geometry: BackwardGeometry, operands, d_query) -> OrderedDict[str, 
         d_query = lax.pad(d_query, 0.0, [(0, size - part, 0) for size, part in zip(shape, d_query.shape, strict=True)])
     written = OrderedDict(dq=lax.optimization_barrier(_whole(geometry, d_query, geometry.query)))  # it may be a slice too
     if geometry.is_deterministic:
-        turns = math.prod(geometry.batch) * geometry.query[1] * geometry.blocks_q * (1 + geometry.is_paired)
+        turns = math.prod(geometry.batch) * geometry.query[1] * geometry.blocks_q * geometry.blocks_per_tile
         written["turns"] = jnp.zeros((turns,), jnp.int32)
     if geometry.bias_gradient is not BiasGradient.NONE:
         written["dbias"] = _initial_d_bias(geometry, _bias_sums(geometry, operands["bias"].shape))
@@ -311,7 +312,7 @@ def _kernel(geometry: BackwardGeometry, records, waves, refs, results, **memory)
         work = replace(work, rank=role.rank, barriers=role.barriers)
     fewer, more = geometry.config.registers
     if geometry.is_paired:
-        sync.prepare_exchange(role.barriers, schedule.BARRIERS_OF_PEERS)
+        sync.prepare_exchange(role.barriers, sync.BARRIERS_OF_PEERS)
         sync.cluster_wait()
 
     @pl.when(warpgroup == CONSUMERS)

@@ -17,6 +17,14 @@ so, and 3691 us if consumers meet in each step (head size 64, H100). The first s
 own makes it shorter; a branch around the product would make all products wait for each other. 4096 causal tokens take 1974 us
 so, and 2010 us if the first step multiplies what is left of the tile before, and drops it (head size 64, H100).
 
+Two blocks of threads that share a tile (head size 256) differ by at most a step. In step i of either block
+
+    the first consumer waits for all four to arrive in step i - 1 (`step_done`): they have read the stage of step i - 2
+    it stores P' to that stage; the second one stores dS' in its place
+    a bulk copy sends dS' to the other block's memory, and completes a barrier there (`exchange_with_peer`)
+    dQ of step i - 1 takes the block's own dS', waits for the other's (`await_peer`), and takes it with the other's keys
+    all four arrive
+
 The steps of all tiles are counted through: step `i` uses stage `i % stages`. A barrier is full when copies have landed, and
 empty when all have read them.
 
@@ -432,7 +440,7 @@ class BackwardConsumer(BackwardRole):
         """
         geometry = self.geometry
         is_stored = geometry.bias_gradient is BiasGradient.STORED
-        if is_stored:  # those of two steps before, of which a stage was stored, have left shared memory
+        if is_stored:  # derivatives of two steps before, which were stored from this stage, have left it
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         stages = [self.ds_stage(current.index).at[half, slab] for slab in range(geometry.config.block_q // ROWS)]
         for slab, stage in enumerate(stages):

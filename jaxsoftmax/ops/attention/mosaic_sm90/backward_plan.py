@@ -26,7 +26,7 @@ _LEAST_SEEDED = 1e-30  # of scales by which a log-sum-exp may be divided
 
 
 class BiasGradient(enum.Enum):
-    """How the kernel writes the derivative of a bias, which is that of the scores, to global memory."""
+    """Ways in which the kernel writes the derivative of a bias, which is that of the scores, to global memory."""
 
     NONE = "not wanted"
     # Each thread adds sums in float32: the bias is the same for all queries, or for all keys.
@@ -89,8 +89,8 @@ def backward_config(head_size: int, value_size: int) -> tuple[int, BackwardConfi
 class BackwardGeometry(AttentionGeometry):
     """The geometry of the backward kernel for one problem.
 
-    A tile is a block of keys of a key head. Its steps are the blocks of queries that see the keys, of all query heads that
-    share the key head.
+    A tile is a block of keys of a key head, or two that two blocks of threads share. Its steps are the blocks of queries that
+    see the keys, of all query heads that share the key head.
     """
 
     config: BackwardConfig
@@ -115,7 +115,6 @@ class BackwardGeometry(AttentionGeometry):
     seeds_delta: bool = field(init=False)
     # True if a thread loads what a sum starts with to each register, in place of moving what it has loaded from one to another.
     seeds_from_memory: bool = field(init=False)
-    is_paired: bool = field(init=False)  # two blocks of threads share a tile
     # True if weights pass from one consumer to the other both with the derivative of the soft cap and without.
     passes_both: bool = field(init=False)
 
@@ -124,9 +123,9 @@ class BackwardGeometry(AttentionGeometry):
         block_kv = ROWS if config.roles else ROWS * CONSUMERS
         blocks_kv = pl.cdiv(keys, block_kv)
         # Beside all that two blocks exchange there is no room for the bias, or for weights that its derivative needs.
-        is_paired = config.pairs and self.bias_gradient is BiasGradient.NONE and not self.config.stages_bias
-        cluster = 2 if is_paired else 1
-        parts = config.block_q // ROWS, cluster * CONSUMERS * ROWS // config.block_q
+        has_room = self.bias_gradient is BiasGradient.NONE and not self.config.stages_bias
+        blocks_per_tile = 2 if config.pairs and has_room else 1
+        parts = config.block_q // ROWS, blocks_per_tile * CONSUMERS * ROWS // config.block_q
         seeds_delta = not config.roles and "seeds" not in self.names
         is_plain = self.soft_cap is None and "bias" not in self.names
         passes_both = config.roles and self.bias_gradient is not BiasGradient.NONE and self.soft_cap is not None
@@ -136,22 +135,25 @@ class BackwardGeometry(AttentionGeometry):
             block_kv=block_kv,
             blocks_q=pl.cdiv(length, config.block_q),
             blocks_kv=blocks_kv,
-            tiles_of_head=pl.cdiv(blocks_kv, cluster),
+            tiles_of_head=(tiles_of_head := pl.cdiv(blocks_kv, blocks_per_tile)),
             parts=parts,
             part_size=self.size // parts[1],
-            is_ragged=keys % (cluster * block_kv) != 0,
+            is_ragged=keys % (blocks_per_tile * block_kv) != 0,
             is_seeded=is_plain and seeds_delta and self.scale > _LEAST_SEEDED,
             seeds_delta=seeds_delta,
-            # 64: 12950 us in place of 13165 (16384 tokens, forward and backward, H100). 128 with 4 query heads to a key head:
-            # 1686 us in place of 1805 (4096 causal tokens), with one: 11346 us in place of 11230.
-            seeds_from_memory=self.size == 64 or heads > key_heads,
-            is_paired=is_paired,
+            # 16384 tokens, forward and backward: 12950 us in place of 13165; with heads of 128 11346 in place of 11230 (H100).
+            seeds_from_memory=self.size == 64,
+            blocks_per_tile=blocks_per_tile,
             passes_both=passes_both,
             # Those of turns are taken in order of arrival. With `passes_both` shared memory has no room for tickets.
             by_ticket=self.is_deterministic or (self.is_varying and not passes_both),
-            n_tiles=math.prod(self.batch) * key_heads * pl.cdiv(blocks_kv, cluster),
-            cluster=cluster,
+            n_tiles=math.prod(self.batch) * key_heads * tiles_of_head,
         )
+
+    @property
+    def is_paired(self) -> bool:
+        """True if two blocks of threads, a cluster, share each tile."""
+        return self.blocks_per_tile == 2
 
     @property
     def adds_bias_in_turns(self) -> bool:
@@ -168,13 +170,14 @@ class BackwardGeometry(AttentionGeometry):
         config = self.config
         work = "one makes dV, the other dK" if config.roles else "each with half of the keys"
         parts = [
-            f"tiles of {(1 + self.is_paired) * self.block_kv} keys by {config.block_q} queries",
+            f"tiles of {self.blocks_per_tile * self.block_kv} keys by {config.block_q} queries",
             f"{config.stages[0]} stages of queries",
             f"{config.stages[1]} of output cotangents",
             f"{CONSUMERS} consumer warpgroups, {work}",
         ]
         parts += ["two blocks of threads share a tile"] if self.is_paired else []
         parts += ["dQ added in the order of turns"] if self.is_deterministic else []
+        parts += ["bias copied by TMA"] if config.stages_bias else []
         parts += [] if self.bias_gradient is BiasGradient.NONE else [self.bias_gradient.value]
         return ", ".join(parts)
 
@@ -262,7 +265,7 @@ class BackwardGeometry(AttentionGeometry):
         return jnp.cumsum(visits, -2, dtype=jnp.int32) - visits
 
     def _visits(self, spans: jax.Array) -> jax.Array:
-        """Says which blocks of queries visit those that spans are of: 1 or 0, int32 `[batch, spans.shape[-2], blocks_q]`."""
+        """Says which blocks of queries are in each span: 1 or 0, int32 `[batch, spans.shape[-2], blocks_q]`."""
         spans = jnp.broadcast_to(spans, (*self.batch, *spans.shape[-2:])).reshape(-1, *spans.shape[-2:])
         block = jnp.arange(self.blocks_q, dtype=jnp.int32).reshape(1, 1, -1)
         return ((spans[..., 0, None] <= block) & (block < spans[..., 1, None])).astype(jnp.int32)
@@ -284,7 +287,7 @@ class BackwardGeometry(AttentionGeometry):
     def first_tile(self, block: Any, arithmetic: Arithmetic) -> Any:
         """Returns the first tile whose keys the window lets a block of queries see."""
         (left, _), (divide, _, maximum, _) = self.window, arithmetic
-        keys = (1 + self.is_paired) * self.block_kv
+        keys = self.blocks_per_tile * self.block_kv
         return 0 if left is None else divide(maximum(block * self.config.block_q - left, 0), keys)
 
     def lines(self, lse, delta):
@@ -343,7 +346,8 @@ class BackwardGeometry(AttentionGeometry):
             "v": self._tiles(halves, ROWS, size),
             "q": self._tiles(stages, config.block_q, size),
             "do": self._tiles(stages_do, config.block_q, size),
-            "ds": self._tiles(DS_STAGES, (1 + self.is_paired) * halves, config.block_q // ROWS, ROWS, ROWS),
+            "ds": self._tiles(DS_STAGES, self.blocks_per_tile * halves, config.block_q // ROWS, ROWS, ROWS),
+            # In tiles of 64 columns where a bias has a derivative, which goes through it too.
             "sums": self._tiles(CONSUMERS, ROWS, self.part_size // config.pieces, dtype=jnp.float32),
             "k_full": plgpu.Barrier(num_arrivals=halves * self.parts[1] + CONSUMERS * self.is_paired),
             "v_full": plgpu.Barrier(num_arrivals=halves),
@@ -421,8 +425,11 @@ def shape_backward(
         is_deterministic=is_deterministic,
         is_varying=has_limits or ("mask" in types and key_blocks.is_shared(types["mask"])),
     )
+    plain = shape(config=config)
     if "bias" in types and _varies(types) and types["bias"].dtype == types["query"].dtype:
         staged = shape(config=replace(config, stages=(2, config.stages[1]), stages_bias=True))
-        if staged.shared_memory <= target.shared_memory:
+        # Two blocks of threads take 4259 us where each thread loads its elements of the bias, and single ones 4410 us where TMA
+        # does (head size 256, 4096 tokens, H100).
+        if staged.shared_memory <= target.shared_memory and not plain.is_paired:
             return staged
-    return shape(config=config)
+    return plain
