@@ -305,7 +305,8 @@ class BlockTiles:
             return take(number)
 
         def take_and_send():
-            ticket = take(number)
+            tickets.await_received(self.barriers, number)
+            ticket = take(number)  # all warps of a warpgroup meet there
             tickets.send_to_peer(self.memory["tile"], _STAGES, ticket, self.barriers, number)
             return ticket
 

@@ -227,10 +227,29 @@ def await_row(counters, row, count: int, tickets: int, patience: int, told) -> j
     return tell(emit(wait, counters, [row], results=SCALAR), told)
 
 
+def await_received(barriers, number) -> None:
+    """Waits until the second block of a cluster of two has received the value before the last one, `number - 2`.
+
+    All warps must have come back from here before `send_to_peer` sends: one that looked later might see the barrier two values
+    further, and wait for ever.
+    """
+    ptx = (
+        "{ .reg .pred is; setp.lt.u32 is, $2, 2; @is bra free; again:"
+        f" mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 is, [$0+{RECEIVED - SENT}], $1; @!is bra again; free: }}"
+    )
+
+    def wait(barriers, number):
+        barrier, parity = _barrier_of_peer(barriers, number)
+        operands = barrier, arith.xori(parity, constant(1)), number
+        utils.inline_ptx(ptx, *operands, has_side_effects=True, convergent=True)
+
+    emit(wait, barriers, [number])
+
+
 def send_to_peer(ref, row: int, value: jax.Array, barriers, number) -> None:
     """Stores an int32 to `ref[row + stage, 0]` in the second block of a cluster of two, which gets it by `receive_from_peer`.
 
-    It waits until the second block has said that it has received the value before the last one.
+    `await_received` comes before.
 
     Args:
       ref: `[rows, columns]` int32 in shared memory, at the same address in both blocks.
@@ -240,16 +259,14 @@ def send_to_peer(ref, row: int, value: jax.Array, barriers, number) -> None:
       number: number of the value, from 0 on. The stage is its remainder by 2.
     """
     ptx = (
-        "{ .reg .pred is; .reg .u32 there, barrier; setp.lt.u32 is, $5, 2; @is bra free; again:"
-        f" mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 is, [$2+{RECEIVED - SENT}], $4; @!is bra again; free:"
-        " mapa.shared::cluster.u32 there, $0, 1; mapa.shared::cluster.u32 barrier, $2, 1; setp.eq.u32 is, $3, 0;"
-        " @is st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], $1, [barrier]; }"
+        "{ .reg .pred first; .reg .u32 there, barrier; setp.eq.u32 first, $3, 0;"
+        " mapa.shared::cluster.u32 there, $0, 1; mapa.shared::cluster.u32 barrier, $2, 1;"
+        " @first st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], $1, [barrier]; }"
     )
 
     def send(ref, barriers, value, number):
-        barrier, parity = _barrier_of_peer(barriers, number)
-        operands = _place_of_peer(ref, row, number), value, barrier, thread(), arith.xori(parity, constant(1)), number
-        utils.inline_ptx(ptx, *operands, has_side_effects=True, convergent=True)
+        barrier, _ = _barrier_of_peer(barriers, number)
+        utils.inline_ptx(ptx, _place_of_peer(ref, row, number), value, barrier, thread(), has_side_effects=True)
 
     emit(send, (ref, barriers), [value, number])
 

@@ -5,19 +5,24 @@ import itertools
 import random
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import lax
+from jax.experimental import pallas as pl
 
 import jaxsoftmax
 from jaxsoftmax._core.target import target_for
-from jaxsoftmax._gpu import schedule
+from jaxsoftmax._gpu import schedule, sync, tickets
+from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import SIZES, BackwardGeometry, BiasGradient, backward_config
 from jaxsoftmax.ops.attention.mosaic_sm90.common import HOST
 
 from ..support import kernels
+from ..support.emulator import emulated
 
 brute_force = settings(max_examples=60, deadline=None, derandomize=True)
 sides = st.none() | st.integers(0, 40) | st.integers(0, 700)
@@ -84,6 +89,46 @@ def test_a_tile_waits_only_for_tiles_with_smaller_tickets(length, keys, window, 
         for counter, awaited in waits[tile]:
             assert counters.get(counter, 0) == awaited
             counters[counter] = awaited + 1
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_both_blocks_of_a_cluster_have_the_same_tickets(slow):
+    """Whichever of them is behind."""
+    count = 9
+
+    def body(results, staged, barriers):
+        rank = lax.axis_index("rank")
+        sync.prepare_exchange(barriers, sync.BARRIERS_OF_PEERS)
+        sync.cluster_wait()
+
+        def send(number):
+            tickets.await_received(barriers, number)
+            sync.block_barrier()
+            tickets.send_to_peer(staged, 2, 100 + 7 * number, barriers, number)
+            return 100 + 7 * number
+
+        def receive(number):
+            ticket = tickets.receive_from_peer(staged, 2, barriers, number)
+            sync.block_barrier()
+            tickets.say_received(barriers, number)
+            return ticket
+
+        @pl.loop(0, count)
+        def _(number):
+            pause = jnp.where((rank == slow) & (lax.rem(number, jnp.int32(3)) == 1), 40, 0)
+            pl.loop(0, pause)(lambda i: tickets.store_scalars(staged, 0, [i]))
+            ticket = lax.cond(rank == 0, send, receive, number)
+            tickets.store_by_first_thread(results, rank * count + number, ticket)
+            # The emulator prefers who is further back in the program: a block that is here is overtaken.
+            pl.loop(0, pause)(lambda i: tickets.store_scalars(staged, 0, [i]))
+
+    def f():
+        memory = {"staged": plgpu.SMEM((4, 1), jnp.int32), "barriers": plgpu.SMEM((sync.BARRIERS_OF_PEERS, 2), jnp.int32)}
+        options = {"cluster": (2,), "cluster_names": ("rank",), "kernel_name": "tickets_mosaic", "scratch_types": memory}
+        return kernel_of(body, out_type=jax.ShapeDtypeStruct((2 * count,), jnp.int32), **options)()
+
+    found = emulated(f, kernels=["tickets_mosaic"])
+    np.testing.assert_array_equal(found, [*range(100, 100 + 7 * count, 7)] * 2)
 
 
 class Kernel:

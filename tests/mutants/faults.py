@@ -1023,6 +1023,13 @@ FAULTS = (
         gpu=True,
     ),
     Fault(
+        "tickets: the first block of a cluster waits for one that it has not sent",
+        "jaxsoftmax/_gpu/tickets.py",
+        "operands = barrier, arith.xori(parity, constant(1)), number",
+        "operands = barrier, parity, number",
+        "tests/attention/test_turns.py -k same_tickets",
+    ),
+    Fault(
         "mosaic attention: two blocks of threads visit the queries that the first one's keys see",
         f"{_MOSAIC}/backward_plan.py",
         "arithmetic.maximum(high, other_high)",

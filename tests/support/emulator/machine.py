@@ -385,8 +385,8 @@ class Machine:
         at = self._mbarrier(address, where)
         self._pending[at], self._arrivals[at], self._bytes[at], self._phase[at] = count, count, 0, 0
 
-    def arrive_at_mbarrier(self, address: Any, where: Any = True, expected: int = 0) -> None:
-        at = self._mbarrier(address, where)
+    def arrive_at_mbarrier(self, address: Any, where: Any = True, expected: int = 0, space: str = "shared") -> None:
+        at = self._mbarrier(address, where, space)
         np.add.at(self._bytes, at, expected)
         np.subtract.at(self._pending, at, 1)
         self._complete(at)

@@ -446,7 +446,12 @@ class _Assembly:
         elif parts[0] == "arrive" and names[0] == "_":
             expected = int(names[2]) if parts[1] == "expect_tx" else 0
             place = self.address(names[1], "shared")
-            self.act(lambda machine, place, *where: machine.arrive_at_mbarrier(place, *(where or (True,)), expected), place)
+            space = "shared::cluster" if "shared::cluster" in parts else "shared"
+
+            def arrive(machine, place, *where):
+                machine.arrive_at_mbarrier(place, *(where or (True,)), expected, space)
+
+            self.act(arrive, place)
         elif parts[:2] == ["try_wait", "parity"]:
             place, parity = self.address(names[1], "shared"), self.read(names[2], 32)
             found = self.to.slot(bool)
