@@ -109,7 +109,7 @@ def scale_rows(product: jax.Array, factor: jax.Array) -> jax.Array:
     return emit(scale, arrays=[(product, _PRODUCT), (factor, _PRODUCT_ROWS)], results=_kind(product.shape, product.dtype))
 
 
-def single_elements(product: jax.Array) -> jax.Array:
+def split_pairs(product: jax.Array) -> jax.Array:
     """Returns a product in registers of one element each, which may be stored to a transposed array in shared memory."""
 
     def split(product):
@@ -121,7 +121,7 @@ def single_elements(product: jax.Array) -> jax.Array:
     return emit(split, arrays=[(product, _PRODUCT)], results=kind)
 
 
-def beside(left: jax.Array, right: jax.Array) -> jax.Array:
+def join_columns(left: jax.Array, right: jax.Array) -> jax.Array:
     """Puts the columns of one product behind those of another one of the same dtype, without an instruction."""
 
     def join(*products):

@@ -985,7 +985,7 @@ def test_a_product_goes_through_shared_memory_transposed(dtype, loads):
 
     def body(x, out, staged):
         product = wgmma.load_product(x, 0, 0, (64, 64), (64, 64), varies=(True, True))
-        (staged if loads else staged.T)[...] = wgmma.single_elements(product) if dtype == "float32" else product
+        (staged if loads else staged.T)[...] = wgmma.split_pairs(product) if dtype == "float32" else product
         emit.instruct("bar.sync 0;")
         wgmma.store_product(out, 0, 0, (64, 64), plgpu.load(staged.T if loads else staged, layout=common.LAYOUT))
 

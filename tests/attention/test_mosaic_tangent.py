@@ -282,7 +282,7 @@ def test_weights_of_a_key_block(feature):
         products = [wgmma.load_product(ref, 0, 0, block, block, varies=(True, True)) for ref in (s_ref, t_ref)]
         p, w = scores.weigh(*products, [], zero, banded=False)
         both = [x.astype(jnp.bfloat16) for x in ([p] if w is None else [w, p])]
-        wgmma.store_product(results[0], 0, 0, (ROWS, KEYS * len(both)), functools.reduce(wgmma.beside, both))
+        wgmma.store_product(results[0], 0, 0, (ROWS, KEYS * len(both)), functools.reduce(wgmma.join_columns, both))
         total = jnp.zeros((ROWS,)) + scores.lse * 0 if w is None else wgmma.sum_over_threads(wgmma.sum_in_threads(w))
         wgmma.store_product_rows(results[1], 0, ROWS, total)
 

@@ -508,7 +508,7 @@ class BackwardConsumer(BackwardRole):
     def stage_for_bias(self, tile, current, slab, ds) -> None:
         """Adds derivatives of scores for 64 queries to that of the bias in global memory."""
         self.await_staged()
-        self.memory["sums"].at[self.index].T[...] = wgmma.single_elements(ds)
+        self.memory["sums"].at[self.index].T[...] = wgmma.split_pairs(ds)
         plgpu.commit_smem()
         if self.geometry.is_deterministic:
             self.give_to_adder(current.index)

@@ -182,10 +182,10 @@ def _kernel(geometry: ForwardGeometry, records, waves, refs, results, **memory) 
     def consumer(index):
         return ForwardConsumer(index, geometry, operands, results, slots, tiles, initial)
 
-    divide(tiles, refs.get("table"), memory, _producers(geometry, operands, slots), consumer, waves)
+    divide_work(tiles, refs.get("table"), memory, _producers(geometry, operands, slots), consumer, waves)
 
 
-def divide(tiles: ForwardTiles, table, memory, producers, consumer_of, waves) -> None:
+def divide_work(tiles: ForwardTiles, table, memory, producers, consumer_of, waves) -> None:
     """Divides the work of a block of threads among its warpgroups.
 
     Args:

@@ -28,7 +28,7 @@ from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu import schedule
 from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax.ops.attention.mosaic_sm90.common import GlobalOperand, lay_out
-from jaxsoftmax.ops.attention.mosaic_sm90.forward import PREPARED, divide, head_multiple, pad_heads, result_types
+from jaxsoftmax.ops.attention.mosaic_sm90.forward import PREPARED, divide_work, head_multiple, pad_heads, result_types
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_pipeline import ForwardProducer
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardTiles, make_tables
 from jaxsoftmax.ops.attention.mosaic_sm90.tangent_pipeline import TangentConsumer, TangentCopies, TangentSlots
@@ -135,4 +135,4 @@ def _kernel(geometry: TangentGeometry, records, waves, refs, results, **memory) 
     def consumer(index):
         return TangentConsumer(index, geometry, operands, results, slots, tiles, None)
 
-    divide(tiles, refs.get("table"), memory, [producer], consumer, waves)
+    divide_work(tiles, refs.get("table"), memory, [producer], consumer, waves)

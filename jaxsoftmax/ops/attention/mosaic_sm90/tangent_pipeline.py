@@ -282,7 +282,7 @@ class TangentPipeline(ForwardPipeline):
 
         It takes the registers of the one before, whose product is done: else all products would wait for each other.
         """
-        return functools.reduce(wgmma.beside, map(self.consumer.slots.rounded, weights))
+        return functools.reduce(wgmma.join_columns, map(self.consumer.slots.rounded, weights))
 
     def _load_out(self):
         """Loads the output of the rows."""
