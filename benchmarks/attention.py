@@ -45,7 +45,7 @@ WINDOW = 1024
 SOFT_CAP = 30.0
 BLOCK = 128  # queries and keys of a block, where blocks are counted
 
-_MOST_SCORES = 2**31  # of which XLA holds several arrays of float32 for tangents: 8 GiB each
+_MOST_SCORES = 2**31  # 8 GiB in float32; XLA holds several such arrays for tangents
 _FEW_QUERIES = 131  # more than those of a decoding step, which splits keys and so adds up in another order
 _FEWER = {"ends": 4, "random": 8}  # of queries and of keys whose gradients are compared
 _FEW_LENGTH = 4096  # the length at which calls with few queries are compared: each is compiled anew

@@ -124,6 +124,13 @@ def gpu():
 
 
 @pytest.fixture
+def native(request):
+    """Leaves a test out that is marked `gpu` where there is no GPU that the kernels run on."""
+    if request.node.get_closest_marker("gpu"):
+        request.getfixturevalue("gpu")
+
+
+@pytest.fixture
 def choices(monkeypatch):
     """Replaces kernels by the reference, which lowers faster: which implementation is chosen does not depend on it."""
     plan = mosaic.plan

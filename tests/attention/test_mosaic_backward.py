@@ -43,13 +43,7 @@ forced = functools.partial(attend, implementation="mosaic")
 FORWARD, BACKWARD = "attention_forward_mosaic", "attention_backward_mosaic"
 EACH = pytest.mark.parametrize("name", ["xla", pytest.param("mosaic", marks=pytest.mark.gpu)])
 DTYPES = ("bfloat16", "float16")
-
-
-@pytest.fixture(autouse=True)
-def native(request):
-    """What runs on a GPU needs one that has the kernels."""
-    if request.node.get_closest_marker("gpu"):
-        request.getfixturevalue("gpu")
+pytestmark = pytest.mark.usefixtures("native")
 
 
 def quick(every, some):

@@ -308,10 +308,9 @@ def _kernel(geometry: BackwardGeometry, records, waves, refs, results, **memory)
     counter = schedule.ticket_counter() if geometry.is_deterministic else None
     role = BackwardRole(*shared)
     work = schedule.BlockTiles(geometry, block, refs.get("table"), memory, role.tile, counter=counter, waves=waves)
-    if geometry.is_paired:
-        work = replace(work, rank=role.rank, barriers=role.barriers)
     fewer, more = geometry.config.registers
     if geometry.is_paired:
+        work = replace(work, rank=role.rank, barriers=role.barriers)
         sync.prepare_exchange(role.barriers, sync.BARRIERS_OF_PEERS)
         sync.cluster_wait()
 

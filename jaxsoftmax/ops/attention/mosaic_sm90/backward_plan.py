@@ -409,7 +409,7 @@ def shape_backward(
 ) -> BackwardGeometry:
     """Shapes the kernel for operands of these types, by name, and the cotangents `wanted`.
 
-    `is_partial` is that of `BackwardPlan`, and `options` are those of `AttentionProblem`.
+    `is_partial` is as in `BackwardPlan`, `options` as in `AttentionProblem`.
     """
     size, config = backward_config(types["query"].shape[-1], types["value"].shape[-1])
     has_limits = bool({"query_lengths", "key_lengths", "query_offset", "query_segments"} & set(types))

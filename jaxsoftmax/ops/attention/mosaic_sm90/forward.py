@@ -122,9 +122,17 @@ def launch(geometry: ForwardGeometry, operands, is_partial=False, waves=1, is_or
     refs, records = _lay_out(geometry, operands)
     if is_ordered and (table := schedule.table(geometry)) is not None:
         refs["table"] = table
-    results = kernel_of(
-        functools.partial(_kernel, geometry, records, waves),
-        out_type=(types := result_types(geometry, refs["query"], is_partial)),
+    types = result_types(geometry, refs["query"], is_partial)
+    body = functools.partial(_kernel, geometry, records, waves)
+    results = call_kernel(body, geometry, refs, types, waves, "attention_forward_mosaic")
+    return [results[name] for name in types]
+
+
+def call_kernel(body, geometry: ForwardGeometry, refs, types, waves, name) -> OrderedDict[str, jax.Array]:
+    """Runs the kernel with a body and a name on `refs`, in several `waves` of blocks of threads; `types` are its results'."""
+    return kernel_of(
+        body,
+        out_type=types,
         grid=(waves * geometry.n_blocks,),
         grid_names=("block",),
         num_threads=geometry.n_warpgroups,
@@ -132,9 +140,8 @@ def launch(geometry: ForwardGeometry, operands, is_partial=False, waves=1, is_or
         scratch_types=geometry.scratch(),
         # Reductions are along rows, which are inside of warps, and need no shared memory.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-        kernel_name="attention_forward_mosaic",
+        kernel_name=name,
     )(refs)
-    return [results[name] for name in types]
 
 
 def _lay_out(geometry: ForwardGeometry, operands):

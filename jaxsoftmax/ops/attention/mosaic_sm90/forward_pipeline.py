@@ -66,15 +66,23 @@ class ForwardSlots:
     geometry: ForwardGeometry
     memory: dict[str, Any]
 
-    def stage(self, step, use=0):
-        """Returns the stage of keys and values of a step. With one stage `use` is that of `hidden_zero`."""
-        if self.geometry.config.stages == 1:  # constant addresses would stay in registers: 1360 bytes spill at head size 512
-            return hidden_zero(step, use)
-        return lax.rem(step, jnp.int32(self.geometry.config.stages))
+    @property
+    def value_stages(self) -> int:
+        """Number of stages of values."""
+        return self.geometry.config.stages
+
+    def stage(self, step):
+        """Returns the stage of keys of a step."""
+        return self._stage(step, self.geometry.config.stages, 0)
 
     def value_stage(self, step):
         """Returns the stage of values of a step."""
-        return self.stage(step, 1)
+        return self._stage(step, self.value_stages, 1)
+
+    def _stage(self, step, stages, use):
+        if stages == 1:  # constant addresses would stay in registers: 1360 bytes spill at head size 512
+            return hidden_zero(step, use)
+        return lax.rem(step, jnp.int32(stages))
 
     def key_part(self, stage, part):
         """Returns the index of the barriers of a part of the columns of keys; the last part is -1."""
@@ -414,14 +422,10 @@ class ForwardConsumer:
         for stage in range(config.stages):
             for part in range(self.geometry.key_parts):
                 plgpu.barrier_arrive(memory["k_empty"].at[self.slots.key_part(stage, part)])
+        for stage in range(self.slots.value_stages):
             plgpu.barrier_arrive(memory["v_empty"].at[stage])
         if not config.copies_terms:
             plgpu.barrier_arrive(memory["q_empty"].at[self.index])
-        self.give_tensor_cores()
-
-    def give_tensor_cores(self) -> None:
-        """Hands the tensor cores to the first consumer."""
-        config = self.geometry.config
         if config.ping_pong:
             pl.when(self.index == config.consumers - 1)(lambda: sync.named_barrier_arrive(jnp.int32(_PING_PONG)))
 
@@ -451,7 +455,7 @@ class ForwardConsumer:
 
     def _skip(self, step, _):
         """Leaves a key block to the other consumers."""
-        memory, stage = self.slots.memory, self.slots.stage(step)
+        memory, stage, value_stage = self.slots.memory, self.slots.stage(step), self.slots.value_stage(step)
         self.wait_for_keys(step)
         self.take_tensor_cores()
         self.pass_tensor_cores()
@@ -460,8 +464,8 @@ class ForwardConsumer:
             if part:
                 plgpu.barrier_wait(memory["k_full"].at[at])
             plgpu.barrier_arrive(memory["k_empty"].at[at])
-        plgpu.barrier_wait(memory["v_full"].at[stage])
-        plgpu.barrier_arrive(memory["v_empty"].at[stage])
+        plgpu.barrier_wait(memory["v_full"].at[value_stage])
+        plgpu.barrier_arrive(memory["v_empty"].at[value_stage])
 
     def wait_for_keys(self, step) -> None:
         """Waits until the keys of a step are there, or the first part of their columns."""
@@ -555,7 +559,7 @@ class ForwardPipeline:
         last = self.end - 1
         slots.multiply_values(o_acc, weights, last)
         o = o_acc[...]
-        plgpu.barrier_arrive(memory["v_empty"].at[slots.stage(last)])
+        plgpu.barrier_arrive(memory["v_empty"].at[slots.value_stage(last)])
         self._store(scores.with_sum(m, d, o))
 
     def _multiply_first(self, queries, s_acc):
@@ -603,7 +607,7 @@ class ForwardPipeline:
         # A branch between the weights and the wait: without one ptxas computes them after it, and nothing overlaps.
         pl.when(step + 1 < self.end)(lambda: consumer.wait_for_keys(step + 1))
         o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
-        plgpu.barrier_arrive(memory["v_empty"].at[slots.stage(step - 1)])
+        plgpu.barrier_arrive(memory["v_empty"].at[slots.value_stage(step - 1)])
         if scores.correction is Correction.FROM_PRODUCT:
             # Not before the wait: ptxas would let all products wait for each other.
             result = self._corrected(m, d, result, functools.partial(self._multiply_again, queries, step, mask, banded))

@@ -20,15 +20,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu import schedule
-from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax.ops.attention.mosaic_sm90.common import GlobalOperand, lay_out
-from jaxsoftmax.ops.attention.mosaic_sm90.forward import PREPARED, divide_work, head_multiple, pad_heads, result_types
+from jaxsoftmax.ops.attention.mosaic_sm90.forward import (
+    PREPARED,
+    call_kernel,
+    divide_work,
+    head_multiple,
+    pad_heads,
+    result_types,
+)
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_pipeline import ForwardProducer
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardTiles, make_tables
 from jaxsoftmax.ops.attention.mosaic_sm90.tangent_pipeline import TangentConsumer, TangentCopies, TangentSlots
@@ -113,17 +118,8 @@ def launch(geometry: TangentGeometry, operands, start, waves=1) -> OrderedDict[s
     types = result_types(geometry, refs["query"])
     if not geometry.moves_scores and start is None:
         del types["lse"]
-    return kernel_of(
-        functools.partial(_kernel, geometry, records, waves),
-        out_type=types,
-        grid=(waves * geometry.n_blocks,),
-        grid_names=("block",),
-        num_threads=geometry.n_warpgroups,
-        thread_name="warpgroup",
-        scratch_types=geometry.scratch(),
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-        kernel_name="attention_tangent_mosaic",
-    )(refs)
+    body = functools.partial(_kernel, geometry, records, waves)
+    return call_kernel(body, geometry, refs, types, waves, "attention_tangent_mosaic")
 
 
 def _kernel(geometry: TangentGeometry, records, waves, refs, results, **memory) -> None:

@@ -36,9 +36,9 @@ class TangentSlots(ForwardSlots):
 
     geometry: TangentGeometry
 
-    def value_stage(self, step):
-        stages = self.geometry.config.value_stages
-        return hidden_zero(step, 1) if stages == 1 else lax.rem(step, jnp.int32(stages))
+    @property
+    def value_stages(self) -> int:
+        return self.geometry.config.value_stages
 
     def slot_of(self, source, slot):
         """Returns the slot of an operand or of its tangent, from the stage, or the consumer, that it is for."""
@@ -99,7 +99,7 @@ class TangentCopies(TmaCopies):
 class TangentScores(ForwardScores):
     """Weights and their products with the tangents of scores, for the rows of a tile that a consumer has."""
 
-    geometry: Any  # a `TangentGeometry`
+    geometry: TangentGeometry
 
     def __init__(self, geometry, operands, tile, first):
         super().__init__(geometry, operands, tile, first)
@@ -154,28 +154,11 @@ class TangentConsumer(ForwardConsumer):
     geometry: TangentGeometry
     slots: TangentSlots
 
-    def start(self) -> None:
-        config, memory = self.geometry.config, self.slots.memory
-        for name, stages in (("k_empty", config.stages), ("v_empty", config.value_stages)):
-            for stage in range(stages):
-                plgpu.barrier_arrive(memory[name].at[stage])
-        plgpu.barrier_arrive(memory["q_empty"].at[self.index])
-        self.give_tensor_cores()
-
     def _scores(self, tile, first):
         return TangentScores(self.geometry, self.operands, tile, first)
 
     def _pipeline(self, *args):
         return TangentPipeline(self, *args)
-
-    def _skip(self, step, _):
-        memory, stage = self.slots.memory, self.slots.value_stage(step)
-        self.wait_for_keys(step)
-        self.take_tensor_cores()
-        self.pass_tensor_cores()
-        self.leave_keys(step)
-        plgpu.barrier_wait(memory["v_full"].at[stage])
-        plgpu.barrier_arrive(memory["v_empty"].at[stage])
 
 
 @dataclass(frozen=True)
