@@ -151,6 +151,14 @@ def table(geometry: TiledGeometry) -> jax.Array | None:
     return jax.jit(lambda: jnp.asarray(numbers))()
 
 
+def duration(geometry: TiledGeometry) -> float:
+    """Estimates the steps after which the last block of threads ends, if no more heads come together than the geometry says."""
+    costs = geometry.costs()
+    heads = geometry.n_tiles // len(costs)
+    imbalance = _schedule_and_imbalance(costs, heads, geometry.n_heads_at_once(costs), geometry.n_blocks)[1]
+    return imbalance * heads * (sum(costs) + TILE_COST * len(costs)) / geometry.n_blocks
+
+
 def waves(geometry: TiledGeometry) -> int:
     """Returns the number of waves of blocks of threads that leaves each block of the last wave a tile on average."""
     return min(MOST_WAVES, (geometry.n_tiles // geometry.n_blocks).bit_length()) if geometry.by_ticket else 1

@@ -8,6 +8,7 @@ import functools
 import itertools
 import math
 import re
+import types
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -27,7 +28,8 @@ from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax._triton import availability
 from jaxsoftmax.ops.attention import key_blocks, operands, primitive
 from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
-from jaxsoftmax.ops.attention.mosaic_sm90 import backward_plan, common
+from jaxsoftmax.ops.attention.mosaic_sm90 import backward, backward_plan, common
+from jaxsoftmax.ops.attention.mosaic_sm90.backward_pipeline import BackwardRole, HalfConsumer
 from jaxsoftmax.ops.attention.mosaic_sm90.common import HOST
 
 from ..support import cases, kernels, oracle
@@ -1112,6 +1114,82 @@ def test_plans_say_how_kernels_run(size, deterministic, words):
     )
     assert plan.describe().startswith(words)
     assert plan.describe().endswith("in the order of turns") == deterministic
+
+
+def shaped_by_heads(batch, length, heads, key_heads, *, size=128, window=(None, 0), deterministic=False, **more):
+    """Returns the geometry for queries and keys of one length, and how it describes itself."""
+    given = lowering.operands((batch,), length, length, heads, key_heads, size) | more.pop("operands", {})
+    options = {"scale": 0.1, "window": window, "soft_cap": None, "dropout_rate": 0.0}
+    plan = backward_plan.shape_backward(given, HOPPER, ("query", "key", "value"), deterministic, **options, **more)
+    assert ("single query heads, which add dK and dV" in plan.describe()) == plan.has_single_heads
+    return plan
+
+
+def test_tiles_have_single_query_heads_where_they_are_done_sooner():
+    segments = {name: lowering.shaped(4, 4096, dtype="int32") for name in ("query_segments", "key_segments")}
+    whole = {"window": (None, None)}
+    for sizes, options, expected in [
+        ((4, 4096, 16, 16), {}, False),
+        ((4, 4096, 16, 4), {}, True),
+        ((4, 4096, 16, 1), {}, True),
+        ((4, 4096, 16, 4), {"operands": segments}, True),
+        ((4, 4096, 16, 4), whole, False),
+        ((4, 4096, 16, 4), {"deterministic": True}, False),
+        ((4, 4096, 16, 4), {"is_partial": True}, False),
+        ((4, 4096, 16, 8), {}, False),  # all blocks end together with tiles of as many heads as L2 holds, or nearly
+        ((1, 16384, 16, 4), {}, False),
+        ((1, 2048, 16, 1), whole, True),  # there are 16 tiles of all query heads
+        ((4, 4096, 8, 2), {"size": 256}, True),
+        ((2**15, 128, 8, 2), whole, False),  # the order of too many tiles is in no table
+    ]:
+        plan = shaped_by_heads(*sizes, **options)
+        assert plan.has_single_heads is expected, (sizes, options)
+        assert plan.n_tiles == sizes[0] * plan.tiles_of_head * (sizes[2] if expected else sizes[3])
+        assert plan.heads_per_tile == (1 if expected else sizes[2] // sizes[3])
+        of_one_head = shaped_by_heads(*sizes[:2], 1, 1, **options).costs()
+        assert plan.costs() == tuple(plan.heads_per_tile * cost for cost in of_one_head)
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_a_duration_is_that_of_the_block_of_threads_that_ends_last(single):
+    plan = dataclasses.replace(shaped_by_heads(3, 2048, 16, 4, window=(700, 0)), has_single_heads=single)
+    costs = np.asarray(plan.costs())
+    table = schedule.schedule(plan.costs(), 48 // plan.heads_per_tile, plan.n_heads_at_once(plan.costs()), plan.n_blocks)
+    ends = [sum(costs[tile % len(costs)] + schedule.TILE_COST for tile in tiles[:count]) for count, *tiles in table.tolist()]
+    assert schedule.duration(plan) == pytest.approx(max(ends))
+
+
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("bias_gradient", [NO_BIAS, backward_plan.BiasGradient.ADDED])
+def test_tiles_are_those_of_every_query_head_once(bias_gradient, single):
+    plan = plan_of(300, 300, (None, 0), backward_plan.backward_config(128, 128)[1], batch=(3,))
+    plan = dataclasses.replace(plan, bias_gradient=bias_gradient, is_deterministic=False, has_single_heads=single)
+    operands = {"dbias": common.record((3,), (1,), 4, 300)}
+    role = BackwardRole(plan, {}, operands, {})
+    found = []
+    for number in range(plan.n_tiles):
+        tile = role.tile(jnp.int32(number))
+        heads = {int(role.head_and_block(tile, i)[0]) for i in range(plan.heads_per_tile * int(tile.count))}
+        assert {head // plan.heads_per_key_head for head in heads} == {int(tile.head)}
+        found += [(int(tile.b), head, int(tile.block)) for head in heads]
+    assert sorted(found) == list(itertools.product(range(3), range(4), range(3)))
+
+
+def test_sums_of_keys_and_values_are_found_where_tiles_add_them():
+    plan = plan_of(300, 301, (None, 0), backward_plan.backward_config(64, 64)[1], batch=(3,))
+    plan = dataclasses.replace(plan, query=(300, 4, 40), key=(301, 2, 40), is_deterministic=False, has_single_heads=True)
+    given = {"value": lowering.shaped(3, 301, 2, 50)}
+    written, (dk, dv) = backward._written(plan, given, None), np.random.default_rng(0).normal(size=(2, 4, 3, 304, 64))
+    sums = np.array(written["dk_dv"])
+    for head, b in itertools.product(range(4), range(3)):
+        consumer = HalfConsumer(plan, {}, {}, {}, 0)
+        for entry, values in consumer._entries(types.SimpleNamespace(b=b), 2.0, dv[head, b], dk[head, b]):
+            sums[entry, :, head // 2] += values
+    assert backward._result_types(plan, is_partial=False) == {}
+    found = backward._cotangents(plan, given, written | {"dk_dv": jnp.asarray(sums)}, {}, is_partial=False)
+    for name, of_heads, factor, size in (("key", dk, plan.scale, 40), ("value", dv, 2.0, 50)):
+        expected = factor * of_heads.reshape(2, 2, 3, 304, 64).sum(1).transpose(1, 2, 0, 3)[:, :301, :, :size]
+        np.testing.assert_allclose(found[name], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_cotangent_of_sinks_alone_needs_no_kernel():

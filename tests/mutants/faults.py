@@ -1037,6 +1037,27 @@ FAULTS = (
         "tests/attention/test_mosaic_backward.py -k spans_of_a_window",
     ),
     Fault(
+        "mosaic attention: a tile of one query head has the keys of another key head",
+        f"{_MOSAIC}/backward_pipeline.py",
+        "head = lax.div(group, jnp.int32(geometry.heads_per_key_head)) if",
+        "head = lax.rem(group, jnp.int32(geometry.key[1])) if",
+        "tests/attention/test_mosaic_backward.py -k every_query_head_once",
+    ),
+    Fault(
+        "mosaic attention: what XLA does for tiles of single query heads takes no time",
+        f"{_MOSAIC}/backward_plan.py",
+        "(schedule.duration(single) + of_xla)",
+        "schedule.duration(single)",
+        "tests/attention/test_mosaic_backward.py -k single_query_heads",
+    ),
+    Fault(
+        "mosaic attention: sums of keys and of values change places",
+        f"{_MOSAIC}/backward_pipeline.py",
+        "entries = (tile.b + math.prod(self.geometry.batch), dv, kept_factor), (tile.b, dk, self.geometry.scale)",
+        "entries = (tile.b, dv, kept_factor), (tile.b + math.prod(self.geometry.batch), dk, self.geometry.scale)",
+        "tests/attention/test_mosaic_backward.py -k where_tiles_add",
+    ),
+    Fault(
         "mosaic attention: derivatives of weights that dropout keeps are too small",
         f"{_MOSAIC}/backward_pipeline.py",
         "where_kept(kept, dp * self.kept_factor)",

@@ -23,6 +23,10 @@ CONSUMERS = 2  # consumer warpgroups
 ADDERS = 2  # warps that add dQ in the order of turns: one waits for its turn while the other's copies arrive
 DS_STAGES = 2  # for the derivatives of the scores: one is written while the other is read
 _LEAST_SEEDED = 1e-30  # of scales by which a log-sum-exp may be divided
+# Where tiles add dK and dV, XLA writes zeros before and rounds the sums after the kernel, which is counted in steps of 2.2 us.
+_BYTES_OF_STEP = 7e6  # that an H100 reads or writes in the time of a step
+_STEPS_OF_LAUNCHES = 2
+_LEAST_GAIN = 1.05  # by which tiles of single query heads have to be done sooner, as times are estimates
 
 
 class BiasGradient(enum.Enum):
@@ -90,7 +94,7 @@ class BackwardGeometry(AttentionGeometry):
     """The geometry of the backward kernel for one problem.
 
     A tile is a block of keys of a key head, or two that two blocks of threads share. Its steps are the blocks of queries that
-    see the keys, of all query heads that share the key head.
+    see the keys, of all query heads that share the key head, or of one of them (`has_single_heads`).
     """
 
     config: BackwardConfig
@@ -98,14 +102,17 @@ class BackwardGeometry(AttentionGeometry):
     bias_gradient: BiasGradient
     is_deterministic: bool  # dQ has the same bits in every run: blocks of keys add to it in the order of turns
     is_varying: bool  # operands say which queries a block of keys visits
+    # True if a tile has one of several query heads that share its keys. Tiles then add dK and dV, in float32.
+    has_single_heads: bool = False
 
     # These follow from the others.
     lengths: tuple[int, int] = field(init=False)  # T and S: numbers of queries and keys
     heads_per_key_head: int = field(init=False)  # query heads that share a key head
+    heads_per_tile: int = field(init=False)  # query heads of a tile: all that share its keys, or one
     block_kv: int = field(init=False)  # keys of a tile that a block of threads has
     blocks_q: int = field(init=False)
     blocks_kv: int = field(init=False)
-    tiles_of_head: int = field(init=False)  # tiles of a key head
+    tiles_of_head: int = field(init=False)  # tiles of a key head, or of each query head if a tile has one
     parts: tuple[int, int] = field(init=False)  # parts of dQ's rows and of its columns that the consumers share
     part_size: int = field(init=False)  # columns of dQ that a consumer makes
     is_ragged: bool = field(init=False)  # the last block of keys has rows behind the last key
@@ -132,6 +139,7 @@ class BackwardGeometry(AttentionGeometry):
         self._derive(
             lengths=(length, keys),
             heads_per_key_head=heads // key_heads,
+            heads_per_tile=(heads_per_tile := 1 if self.has_single_heads else heads // key_heads),
             block_kv=block_kv,
             blocks_q=pl.cdiv(length, config.block_q),
             blocks_kv=blocks_kv,
@@ -147,7 +155,7 @@ class BackwardGeometry(AttentionGeometry):
             passes_both=passes_both,
             # Those of turns are taken in order of arrival. With `passes_both` shared memory has no room for tickets.
             by_ticket=self.is_deterministic or (self.is_varying and not passes_both),
-            n_tiles=math.prod(self.batch) * key_heads * tiles_of_head,
+            n_tiles=math.prod(self.batch) * (heads // heads_per_tile) * tiles_of_head,
         )
 
     @property
@@ -176,6 +184,7 @@ class BackwardGeometry(AttentionGeometry):
             f"{CONSUMERS} consumer warpgroups, {work}",
         ]
         parts += ["two blocks of threads share a tile"] if self.is_paired else []
+        parts += ["single query heads, which add dK and dV"] if self.has_single_heads else []
         parts += ["dQ added in the order of turns"] if self.is_deterministic else []
         parts += ["bias copied by TMA"] if config.stages_bias else []
         parts += [] if self.bias_gradient is BiasGradient.NONE else [self.bias_gradient.value]
@@ -299,7 +308,7 @@ class BackwardGeometry(AttentionGeometry):
     def costs(self) -> tuple[int, ...]:
         """Counts the steps of each tile, or says 1 for all where only then tiles come in the order of turns."""
         spans = (self.visited(tile, HOST) for tile in range(self.tiles_of_head))
-        costs = tuple(self.heads_per_key_head * max(high - low, 0) for low, high in spans)
+        costs = tuple(self.heads_per_tile * max(high - low, 0) for low, high in spans)
         is_other_order = self.is_deterministic and any(a < b for a, b in itertools.pairwise(costs))
         return (1,) * len(costs) if is_other_order else costs
 
@@ -312,7 +321,7 @@ class BackwardGeometry(AttentionGeometry):
         equal = len(set(costs)) == 1
         if equal and not self.is_deterministic:
             return 1
-        bytes_of_head = 8 * self.query[0] * self.size * self.heads_per_key_head  # two of 16 bits, and one of 32
+        bytes_of_head = 8 * self.query[0] * self.size * self.heads_per_tile  # two of 16 bits, and one of 32
         least, most, times = (8, 32, 2 if equal else 4) if self.is_deterministic else (1, 8, 1)
         return min(most, max(least, 1 << max(1, times * schedule.L2 // bytes_of_head).bit_length() - 1))
 
@@ -431,5 +440,22 @@ def shape_backward(
         # Two blocks of threads take 4259 us where each thread loads its elements of the bias, and single ones 4410 us where TMA
         # does (head size 256, 4096 tokens, H100).
         if staged.shared_memory <= target.shared_memory and not plain.is_paired:
-            return staged
-    return plain
+            plain = staged
+    return plain if is_partial else _with_fitting_tiles(plain)
+
+
+def _with_fitting_tiles(geometry: BackwardGeometry) -> BackwardGeometry:
+    """Returns the geometry with tiles of single query heads where they are done sooner, else with what it has.
+
+    Tiles of all query heads that share keys are few and long, so that some blocks of threads end late, unless tiles of more
+    heads come together than L2 holds. Four query heads to a key head, 4 x 4096 causal tokens, heads of 128: the last block ends
+    after 662 steps, and after 536 with tiles of single query heads, for which XLA takes 21.
+    """
+    single = replace(geometry, has_single_heads=True)
+    if geometry.heads_per_key_head == 1 or geometry.is_deterministic or single.n_tiles > schedule.MAX_SCHEDULED:
+        return geometry
+    keys, key_heads, _ = geometry.key
+    sums = 2 * math.prod(geometry.batch) * keys * key_heads * geometry.size
+    of_xla = 8 * sums / _BYTES_OF_STEP + _STEPS_OF_LAUNCHES
+    is_sooner = schedule.duration(geometry) > _LEAST_GAIN * (schedule.duration(single) + of_xla)
+    return single if is_sooner else geometry
