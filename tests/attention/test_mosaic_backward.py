@@ -308,10 +308,14 @@ def test_native_parts_of_sums_are_the_sums_before_they_are_rounded(sizes, multip
     more = {"wanted": ("query", "key", "value"), "deterministic_gradients": deterministic}
     derivatives = functools.partial(forward.run_planned, mosaic, primitive.ATTENTION_VJP, target, given, **options, **more)
     whole, parts = (derivatives(is_partial=is_partial) for is_partial in (False, True))
+    params = options | more | {"precision": "high"}
+    kinds = {name: jax.typeof(array) for name, array in given.items()}
+    plan = mosaic.plan(primitive.ATTENTION_VJP.problem(primitive.ATTENTION_VJP, kinds, params), target)
+    added = ("query", "key", "value") if plan.geometry.has_single_heads else () if deterministic else ("query",)
     assert [part.dtype for part in parts] == [jnp.float32] * 3
     for name, part, rounded in zip(more["wanted"], parts, whole, strict=True):
         part = part * 0.1 if name == "query" else part
-        if name == "query" and not deterministic:  # blocks of keys add to it in any order
+        if name in added:  # by tiles, in any order
             assert np.max(np.abs(oracle.to64(part) - oracle.to64(rounded))) <= 2.0**-7 * np.max(np.abs(oracle.to64(rounded)))
         else:
             np.testing.assert_array_equal(part.astype(rounded.dtype), rounded)
@@ -1157,6 +1161,28 @@ def test_a_duration_is_that_of_the_block_of_threads_that_ends_last(single):
     table = schedule.schedule(plan.costs(), 48 // plan.heads_per_tile, plan.n_heads_at_once(plan.costs()), plan.n_blocks)
     ends = [sum(costs[tile % len(costs)] + schedule.TILE_COST for tile in tiles[:count]) for count, *tiles in table.tolist()]
     assert schedule.duration(plan) == pytest.approx(max(ends))
+
+
+@lowering.CHOICES
+@pytest.mark.parametrize(
+    ("kind", "single"),
+    [
+        ("385 and 513, causal", True),
+        ("segments, size 256, groups of 3", True),  # which tickets hand out, to two blocks of threads each
+        ("lengths, causal", True),
+        ("bias and dropout, size 256", True),
+        ("65 and 63", False),
+        ("window, size 256", True),
+        ("bias (2,4,130,200) bfloat16", False),
+    ],
+)
+def test_native_cases_have_tiles_of_single_heads_and_of_all(kind, single):
+    assert kind in EACH_KIND
+    given, options = CASES[kind]("bfloat16")
+    moving, fixed = split(given)
+    f = forward.function(options, fixed, "mosaic")
+    decision = explain(pull_of(f), moving, jax.eval_shape(f, moving), platform="cuda")[-1]
+    assert ("single query heads" in decision.plan) == single
 
 
 @pytest.mark.parametrize("single", [False, True])
