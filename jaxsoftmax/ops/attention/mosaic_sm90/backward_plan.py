@@ -25,7 +25,7 @@ DS_STAGES = 2  # for the derivatives of the scores: one is written while the oth
 _LEAST_SEEDED = 1e-30  # of scales by which a log-sum-exp may be divided
 # Where tiles add dK and dV, XLA writes zeros before and rounds the sums after the kernel, which is counted in steps of 2.2 us.
 _BYTES_OF_STEP = 7e6  # that an H100 reads or writes in the time of a step
-_STEPS_OF_LAUNCHES = 2
+_STEPS_OF_LAUNCHES = 2  # for the start of two kernels
 _LEAST_GAIN = 1.05  # by which tiles of single query heads have to be done sooner, as times are estimates
 
 
@@ -449,13 +449,13 @@ def _with_fitting_tiles(geometry: BackwardGeometry) -> BackwardGeometry:
 
     Tiles of all query heads that share keys are few and long, so that some blocks of threads end late, unless tiles of more
     heads come together than L2 holds. Four query heads to a key head, 4 x 4096 causal tokens, heads of 128: the last block ends
-    after 662 steps, and after 536 with tiles of single query heads, for which XLA takes 21.
+    after 662 steps, and after 536 with tiles of single query heads, for which XLA takes 26.
     """
     single = replace(geometry, has_single_heads=True)
     if geometry.heads_per_key_head == 1 or geometry.is_deterministic or single.n_tiles > schedule.MAX_SCHEDULED:
         return geometry
     keys, key_heads, _ = geometry.key
     sums = 2 * math.prod(geometry.batch) * keys * key_heads * geometry.size
-    of_xla = 8 * sums / _BYTES_OF_STEP + _STEPS_OF_LAUNCHES
+    of_xla = 10 * sums / _BYTES_OF_STEP + _STEPS_OF_LAUNCHES  # zeros and a read of 32 bits, and a result of 16
     is_sooner = schedule.duration(geometry) > _LEAST_GAIN * (schedule.duration(single) + of_xla)
     return single if is_sooner else geometry
