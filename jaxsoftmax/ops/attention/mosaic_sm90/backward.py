@@ -237,9 +237,8 @@ def _written(geometry: BackwardGeometry, operands, d_query) -> OrderedDict[str, 
     if geometry.is_deterministic:
         turns = math.prod(geometry.batch) * geometry.query[1] * geometry.blocks_q * geometry.blocks_per_tile
         written["turns"] = jnp.zeros((turns,), jnp.int32)
-    if geometry.has_single_heads:
-        entries, *sizes = _keys_shape(geometry)
-        written["dk_dv"] = jnp.zeros((2 * entries, *sizes), jnp.float32)  # one array: XLA would copy one of two equal ones
+    if geometry.adds_to_keys:
+        written["dk_dv"] = jnp.zeros(_sums_shape(geometry), jnp.float32)  # one array: XLA would copy one of two equal ones
     if geometry.bias_gradient is not BiasGradient.NONE:
         written["dbias"] = _initial_d_bias(geometry, _bias_sums(geometry, operands["bias"].shape))
         if geometry.adds_bias_in_turns:
@@ -276,6 +275,20 @@ def _keys_shape(geometry: BackwardGeometry) -> tuple[int, ...]:
     return math.prod(geometry.batch), keys + -keys % 8, key_heads, geometry.size
 
 
+def _sums_shape(geometry: BackwardGeometry) -> tuple[int, ...]:
+    """Returns the shape of the sums of dK, and behind them of dV, to which tiles add: those of all heads, or of cut ones."""
+    entries, keys, heads, size = _keys_shape(geometry)
+    return (2 * entries, keys, heads, size) if geometry.has_single_heads else (2 * geometry.cut_heads, keys, 1, size)
+
+
+def _with_sums(geometry: BackwardGeometry, array, sums):
+    """Returns dK or dV with the sums of the heads whose tiles are cut, the last ones of the last entries of the batch."""
+    entries, _, heads, _ = array.shape
+    shape = max(1, geometry.cut_heads // heads), min(heads, geometry.cut_heads), *sums.shape[1::2]
+    sums = jnp.swapaxes(sums.reshape(shape), 1, 2).astype(array.dtype)
+    return lax.dynamic_update_slice(array, sums, (entries - shape[0], 0, heads - shape[1], 0))
+
+
 def _result_types(geometry: BackwardGeometry, is_partial) -> OrderedDict[str, jax.ShapeDtypeStruct]:
     """Returns the types of the results of the kernel, by name, beside what it adds to."""
     if geometry.has_single_heads:
@@ -291,8 +304,11 @@ def _cotangents(geometry: BackwardGeometry, operands, written, results, is_parti
     (length, _, head_size), keys, value_size = geometry.query, geometry.key[0], operands["value"].shape[-1]
     # Flat, so that XLA sees that halves which are put together are the whole.
     results = [x.ravel() for x in ([written["dk_dv"]] if geometry.has_single_heads else results.values())]
-    results, dq, d_bias = lax.optimization_barrier((results, written["dq"], written.get("dbias")))
+    results, written = lax.optimization_barrier((results, dict(written)))
+    dq, d_bias = written["dq"], written.get("dbias")
     dk, dv = (x.reshape(_keys_shape(geometry)) for x in (jnp.split(results[0], 2) if len(results) == 1 else results))
+    if geometry.cut_heads:
+        dk, dv = map(functools.partial(_with_sums, geometry), (dk, dv), jnp.split(written["dk_dv"], 2))
     dq = dq if is_partial else geometry.scale * dq
     arrays = {"query": dq[:, :length, :, :head_size], "key": dk[:, :keys, :, :head_size], "value": dv[:, :keys, :, :value_size]}
     cotangents = {name: array.reshape(*geometry.batch, *array.shape[1:]) for name, array in arrays.items()}

@@ -91,6 +91,9 @@ class BackwardTile:
     whole_to: Any  # the one behind the last of those
     lengths: tuple[Any, Any]  # numbers of queries and keys of the batch entry
     offset: Any  # position of query 0
+    # Number among the tiles that are cut, of which it is a slice: `count` blocks of queries from `low` on. Below 0 if it is
+    # whole, None if no tile is cut.
+    cut: Any
 
 
 @dataclass(frozen=True)
@@ -115,9 +118,14 @@ class BackwardRole:
     operands: dict[str, GlobalOperand]  # records of the optional operands
     memory: dict[str, Any]  # arrays and barriers in shared memory
 
-    def tile(self, number) -> BackwardTile:
-        """Returns a tile."""
-        geometry, operands = self.geometry, self.operands
+    def tile(self, number, following=None) -> BackwardTile:
+        """Returns a tile. If tiles are cut, `number` may stand for a slice, which ends where `following` starts."""
+        geometry, operands, cut = self.geometry, self.operands, None
+        if geometry.cut_heads:
+            place, steps = number - geometry.n_tiles, jnp.int32(geometry.blocks_q)
+            cut = jnp.where(place < 0, -1, lax.div(place, steps))
+            of_slice = lax.rem(place, steps), following - number
+            number = jnp.where(cut < 0, number, geometry.n_tiles - geometry.n_cut + cut)
         tiles, groups = jnp.int32(geometry.tiles_of_head), jnp.int32(geometry.query[1] // geometry.heads_per_tile)
         pair, tile = lax.div(number, tiles), lax.rem(number, tiles)
         b, group = lax.div(pair, groups), lax.rem(pair, groups)
@@ -139,8 +147,11 @@ class BackwardRole:
             whole_from = jnp.clip(whole_from, low, high)
             whole_to = jnp.clip(whole_to, whole_from, high)
         offset = operands["query_offset"][b] if "query_offset" in operands else 0
-        limits = low, high - low, whole_from, whole_to
-        return BackwardTile(b, head, group, tile, block, other_block, *limits, (lengths[0], lengths[1]), offset)
+        count = high - low
+        if cut is not None:
+            low, count = (jnp.where(cut < 0, *pair) for pair in zip((low, count), of_slice, strict=True))
+        limits = low, count, whole_from, whole_to
+        return BackwardTile(b, head, group, tile, block, other_block, *limits, (lengths[0], lengths[1]), offset, cut)
 
     @property
     def barriers(self):
@@ -542,10 +553,16 @@ class BackwardConsumer(BackwardRole):
         """Stores those of dV and dK of 64 keys that the consumer has."""
         if self.geometry.has_single_heads:
             self._add_to_keys(tile, kept_factor, dv, dk)
-            return
-        if "dk_dv" in self.refs:
+        elif self.geometry.cut_heads:
+            pl.when(tile.cut >= 0)(lambda: self._add_to_keys(tile, kept_factor, dv, dk))
+            pl.when(tile.cut < 0)(lambda: self._store_whole(tile, kept_factor, dv, dk))
+        elif "dk_dv" in self.refs:
             self._store_parts(tile, kept_factor, dv, dk)
-            return
+        else:
+            self._store_whole(tile, kept_factor, dv, dk)
+
+    def _store_whole(self, tile, kept_factor, dv, dk):
+        """Stores dV and dK in the dtype of keys, by way of shared memory."""
         geometry, memory, dtype, width = self.geometry, self.memory, self.geometry.dtype, self.geometry.part_size
         half = 0 if geometry.config.roles else self.index
         _meet()  # both consumers have read keys and values, in whose place the results go
@@ -566,34 +583,37 @@ class BackwardConsumer(BackwardRole):
         plgpu.barrier_arrive(memory["kv_empty"])
 
     def _add_to_keys(self, tile, kept_factor, dv, dk):
-        """Adds dV and dK of a query head to those of others, in float32.
+        """Adds dV and dK of a query head, or of a slice of a tile, to those of others, in float32.
 
         They go through the place of dQ piece by piece, so that the next keys and values may come meanwhile.
         """
         geometry, staged = self.geometry, self.memory["sums"].at[self.index]
         plgpu.barrier_arrive(self.memory["kv_empty"])
         first = tile.block * geometry.block_kv + (0 if geometry.config.roles else self.index) * ROWS
-        for entry, values in self._entries(tile, kept_factor, dv, dk):
+        for entry, head, values in self._sums(tile, kept_factor, dv, dk):
             for start in range(0, geometry.size, width := staged.shape[1]):
                 self.await_staged()
                 staged[...] = values[:, start : start + width]
                 plgpu.commit_smem()
-                target = self.refs["dk_dv"].at[entry, pl.ds(first, ROWS), tile.head, pl.ds(start, width)]
+                target = self.refs["dk_dv"].at[entry, pl.ds(first, ROWS), head, pl.ds(start, width)]
                 plgpu.copy_smem_to_gmem(staged, target, reduction_op="add")
 
-    def _entries(self, tile, kept_factor, dv, dk):
-        """Yields those of dV and dK that the consumer has, each after its entry in an array of both."""
-        entries = (tile.b + math.prod(self.geometry.batch), dv, kept_factor), (tile.b, dk, self.geometry.scale)
-        for entry, values, factor in entries:
+    def _sums(self, tile, kept_factor, dv, dk):
+        """Yields those of dV and dK that the consumer has, each after its entry and head in an array of both."""
+        geometry = self.geometry
+        entry, entries, head = tile.b, math.prod(geometry.batch), tile.head
+        if geometry.cut_heads:
+            entry, entries, head = lax.div(tile.cut, jnp.int32(geometry.tiles_of_head)), geometry.cut_heads, 0
+        for at, values, factor in (entry + entries, dv, kept_factor), (entry, dk, geometry.scale):
             if values is not None:
-                yield entry, factor * values
+                yield at, head, factor * values
 
     def _store_parts(self, tile, kept_factor, dv, dk):
         """Stores dV and dK in float32, from registers."""
         geometry, keys, out = self.geometry, self.geometry.key[0], self.refs["dk_dv"]
         first = tile.block * geometry.block_kv + (0 if geometry.config.roles else self.index) * ROWS
-        for entry, values in self._entries(tile, kept_factor, dv, dk):
-            start = entry * (keys + -keys % 8) + first, tile.head * geometry.size
+        for entry, head, values in self._sums(tile, kept_factor, dv, dk):
+            start = entry * (keys + -keys % 8) + first, head * geometry.size
             wgmma.store_product(out, *start, (keys - first, geometry.size), values)
         plgpu.barrier_arrive(self.memory["kv_empty"])
 
