@@ -8,6 +8,7 @@ import functools
 import itertools
 import math
 import re
+import types
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -27,7 +28,8 @@ from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax._triton import availability
 from jaxsoftmax.ops.attention import key_blocks, operands, primitive
 from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
-from jaxsoftmax.ops.attention.mosaic_sm90 import backward_plan, common
+from jaxsoftmax.ops.attention.mosaic_sm90 import backward, backward_plan, common
+from jaxsoftmax.ops.attention.mosaic_sm90.backward_pipeline import BackwardRole, HalfConsumer
 from jaxsoftmax.ops.attention.mosaic_sm90.common import HOST
 
 from ..support import cases, kernels, oracle
@@ -232,6 +234,19 @@ OWN = {
 SMALL = {name: own for name, own in forward.IN_SHAPES.items() if "large sizes" not in name}  # the others have no kernel
 CASES = SMALL | {f"{name} of derivatives" if name in forward.IN_SHAPES else name: own for name, own in OWN.items()}
 
+# Tiles that are cut, on few multiprocessors.
+MANY = {"length": 700, "keys": 900, "key_heads": 4}
+CUT = {f"sizes {h} and {v}": case(MANY | {"size": h, "value_size": v}) for h, v in [(64, 64), (128, 128), (256, 256), (80, 50)]}
+CUT |= {
+    "soft cap": case(MANY | {"size": 64}, logits_soft_cap=3.0),
+    "dropout": case(MANY | {"size": 128}, dropout_rate=0.3, dropout_rng=1),
+    "whole bias": case(MANY | {"size": 128}, lambda: {"bias": random((2, 4, 700, 900), "bias").astype(jnp.bfloat16)}),
+    "dropout, size 256": case(MANY | {"size": 256}, dropout_rate=0.3, dropout_rng=1),
+    "bias of keys": case(MANY | {"size": 64}, lambda: {"bias": random((900,), "bias")}),
+    "one head": case(MANY | {"batch": (9,), "heads": 1, "key_heads": 1, "size": 128}),
+    "few tiles": case({"length": 900, "keys": 100, "key_heads": 4, "size": 64}),
+}
+
 # A few of each kind: what compute-sanitizer is run over, as CONTRIBUTING.md says.
 EACH_KIND = ["1 and 1", "65 and 63", "385 and 513, causal", "sizes 80 and 80", "sizes 256 and 256, whole", "groups of 3"]
 EACH_KIND += ["window (200, 300), size 128", "window, size 256", "lengths, causal", "lengths, size 256", "segments shuffled"]
@@ -291,6 +306,30 @@ def test_native_cotangents_in_many_shapes(kind):
     check_case(kind)
 
 
+def cut(kind):
+    """Returns operands and options of a case whose plan says that tiles are cut."""
+    given, options = CUT[kind](DTYPES[list(CUT).index(kind) % 2])
+    moving, fixed = split(given)
+    f = forward.function(options, fixed, "mosaic")
+    decision = explain(pull_of(f), moving, jax.eval_shape(f, moving), platform="cuda")[-1]
+    assert "heads are cut" in decision.plan
+    return given, options
+
+
+@lowering.CHOICES
+@pytest.mark.parametrize("kind", CUT)
+def test_tiles_of_native_cases_are_cut(kind):
+    with kernels.target(multiprocessors=7):
+        cut(kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", CUT)
+def test_native_cotangents_of_tiles_that_are_cut(kind):
+    with kernels.target(multiprocessors=7):
+        check("mosaic", *cut(kind))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("multiprocessors", [132, 2])  # of which two get waves of blocks of threads, if deterministic
@@ -306,10 +345,14 @@ def test_native_parts_of_sums_are_the_sums_before_they_are_rounded(sizes, multip
     more = {"wanted": ("query", "key", "value"), "deterministic_gradients": deterministic}
     derivatives = functools.partial(forward.run_planned, mosaic, primitive.ATTENTION_VJP, target, given, **options, **more)
     whole, parts = (derivatives(is_partial=is_partial) for is_partial in (False, True))
+    params = options | more | {"precision": "high"}
+    kinds = {name: jax.typeof(array) for name, array in given.items()}
+    plan = mosaic.plan(primitive.ATTENTION_VJP.problem(primitive.ATTENTION_VJP, kinds, params), target)
+    added = ("query", "key", "value") if plan.geometry.has_single_heads else () if deterministic else ("query",)
     assert [part.dtype for part in parts] == [jnp.float32] * 3
     for name, part, rounded in zip(more["wanted"], parts, whole, strict=True):
         part = part * 0.1 if name == "query" else part
-        if name == "query" and not deterministic:  # blocks of keys add to it in any order
+        if name in added:  # by tiles, in any order
             assert np.max(np.abs(oracle.to64(part) - oracle.to64(rounded))) <= 2.0**-7 * np.max(np.abs(oracle.to64(rounded)))
         else:
             np.testing.assert_array_equal(part.astype(rounded.dtype), rounded)
@@ -1112,6 +1155,174 @@ def test_plans_say_how_kernels_run(size, deterministic, words):
     )
     assert plan.describe().startswith(words)
     assert plan.describe().endswith("in the order of turns") == deterministic
+
+
+def shaped_by_heads(batch, length, heads, key_heads, *, size=128, window=(None, 0), deterministic=False, **more):
+    """Returns the geometry for queries and keys of one length, and how it describes itself."""
+    given = lowering.operands((batch,), length, length, heads, key_heads, size) | more.pop("operands", {})
+    options = {"scale": 0.1, "window": window, "soft_cap": None, "dropout_rate": 0.0}
+    plan = backward_plan.shape_backward(given, HOPPER, ("query", "key", "value"), deterministic, **options, **more)
+    assert ("single query heads, which add dK and dV" in plan.describe()) == plan.has_single_heads
+    return plan
+
+
+def test_tiles_have_single_query_heads_where_they_are_done_sooner():
+    segments = {name: lowering.shaped(4, 4096, dtype="int32") for name in ("query_segments", "key_segments")}
+    whole = {"window": (None, None)}
+    for sizes, options, expected in [
+        ((4, 4096, 16, 16), {}, False),
+        ((4, 4096, 16, 1), {}, True),  # there are 128 tiles of all query heads
+        ((4, 4096, 16, 2), {}, True),  # those that run at a time visit 33 query heads
+        ((4, 4096, 16, 4), {}, False),
+        ((4, 4096, 16, 2), {"operands": segments}, True),
+        ((4, 4096, 16, 2), whole, False),
+        ((4, 4096, 16, 2), {"deterministic": True}, False),
+        ((4, 4096, 16, 2), {"is_partial": True}, False),
+        ((1, 16384, 16, 2), {"window": (1024, 0)}, False),  # tiles take nearly equally long
+        ((1, 2048, 16, 1), whole, True),  # there are 16 tiles of all query heads
+        ((4, 4096, 8, 2), {"size": 256}, False),
+        ((4, 4096, 8, 1), {"size": 256}, True),
+        ((2**15, 128, 8, 2), whole, False),  # the order of too many tiles is in no table
+    ]:
+        plan = shaped_by_heads(*sizes, **options)
+        assert plan.has_single_heads is expected, (sizes, options)
+        assert plan.n_tiles == sizes[0] * plan.tiles_of_head * (sizes[2] if expected else sizes[3])
+        assert plan.heads_per_tile == (1 if expected else sizes[2] // sizes[3])
+        of_one_head = shaped_by_heads(*sizes[:2], 1, 1, **options).costs()
+        assert plan.costs() == tuple(plan.heads_per_tile * cost for cost in of_one_head)
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_a_duration_is_that_of_the_block_of_threads_that_ends_last(single):
+    plan = dataclasses.replace(shaped_by_heads(3, 2048, 16, 4, window=(700, 0)), has_single_heads=single)
+    costs, (table,) = np.asarray(plan.costs()), jax.tree.leaves(schedule.table(plan))
+    ends = [
+        sum(costs[tile % len(costs)] + schedule.TILE_COST for tile in tiles[:count])
+        for count, *tiles in np.asarray(table).tolist()
+    ]
+    assert schedule.duration(plan) == pytest.approx(max(ends))
+
+
+@lowering.CHOICES
+@pytest.mark.parametrize(
+    ("kind", "single"),
+    [
+        ("385 and 513, causal", True),
+        ("segments, size 256, groups of 3", True),  # which tickets hand out, to two blocks of threads each
+        ("lengths, causal", True),
+        ("bias and dropout, size 256", True),
+        ("65 and 63", False),
+        ("window, size 256", True),
+        ("bias (2,4,130,200) bfloat16", False),
+    ],
+)
+def test_native_cases_have_tiles_of_single_heads_and_of_all(kind, single):
+    assert kind in EACH_KIND
+    given, options = CASES[kind]("bfloat16")
+    moving, fixed = split(given)
+    f = forward.function(options, fixed, "mosaic")
+    decision = explain(pull_of(f), moving, jax.eval_shape(f, moving), platform="cuda")[-1]
+    assert ("single query heads" in decision.plan) == single
+
+
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("bias_gradient", [NO_BIAS, backward_plan.BiasGradient.ADDED])
+def test_tiles_are_those_of_every_query_head_once(bias_gradient, single):
+    plan = plan_of(300, 300, (None, 0), backward_plan.backward_config(128, 128)[1], batch=(3,))
+    plan = dataclasses.replace(plan, bias_gradient=bias_gradient, is_deterministic=False, has_single_heads=single)
+    operands = {"dbias": common.record((3,), (1,), 4, 300)}
+    role = BackwardRole(plan, {}, operands, {})
+    found = []
+    for number in range(plan.n_tiles):
+        tile = role.tile(jnp.int32(number))
+        heads = {int(role.head_and_block(tile, i)[0]) for i in range(plan.heads_per_tile * int(tile.count))}
+        assert {head // plan.heads_per_key_head for head in heads} == {int(tile.head)}
+        found += [(int(tile.b), head, int(tile.block)) for head in heads]
+    assert sorted(found) == list(itertools.product(range(3), range(4), range(3)))
+
+
+def test_sums_of_keys_and_values_are_found_where_tiles_add_them():
+    plan = plan_of(300, 301, (None, 0), backward_plan.backward_config(64, 64)[1], batch=(3,))
+    plan = dataclasses.replace(plan, query=(300, 4, 40), key=(301, 2, 40), is_deterministic=False, has_single_heads=True)
+    given = {"value": lowering.shaped(3, 301, 2, 50)}
+    written, (dk, dv) = backward._written(plan, given, None), np.random.default_rng(0).normal(size=(2, 4, 3, 304, 64))
+    sums = np.array(written["dk_dv"])
+    for head, b in itertools.product(range(4), range(3)):
+        consumer = HalfConsumer(plan, {}, {}, {}, 0)
+        tile = types.SimpleNamespace(b=b, head=head // 2)
+        for entry, key_head, values in consumer._sums(tile, 2.0, dv[head, b], dk[head, b]):
+            sums[entry, :, key_head] += values
+    assert backward._result_types(plan, is_partial=False) == {}
+    found = backward._cotangents(plan, given, written | {"dk_dv": jnp.asarray(sums)}, {}, is_partial=False)
+    for name, of_heads, factor, size in (("key", dk, plan.scale, 40), ("value", dv, 2.0, 50)):
+        expected = factor * of_heads.reshape(2, 2, 3, 304, 64).sum(1).transpose(1, 2, 0, 3)[:, :301, :, :size]
+        np.testing.assert_allclose(found[name], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_tiles_are_cut_where_blocks_of_threads_would_end_apart():
+    whole = {"window": (None, None)}
+    for sizes, options, expected in [
+        ((4, 4096, 16, 16), whole, 3),
+        ((1, 16384, 16, 16), whole, 1),
+        ((4, 4096, 32, 32), whole | {"size": 64}, 1),
+        ((4, 4096, 8, 8), whole | {"size": 256}, 2),
+        ((1, 2048, 12, 12), whole, 4),
+        ((3, 256, 44, 44), whole, 0),  # 264 tiles: two for each block of threads
+        ((4, 4096, 16, 16), {}, 0),  # tiles of many lengths, of which short ones come last
+        ((4, 4096, 16, 4), whole, 0),
+        ((4, 4096, 16, 16), whole | {"deterministic": True}, 0),
+        ((4, 4096, 16, 16), whole | {"is_partial": True}, 0),
+        ((4, 4096, 16, 16), whole | {"operands": {"query_lengths": lowering.shaped(4, dtype="int32")}}, 0),
+    ]:
+        plan = shaped_by_heads(*sizes, **options)
+        assert plan.cut_heads == expected, (sizes, options)
+        assert plan.n_cut == expected * plan.tiles_of_head
+        assert (f"tiles of {expected} heads are cut" in plan.describe()) == (expected > 0)
+
+
+@pytest.mark.parametrize(("size", "heads", "cut"), [(64, 4, 1), (128, 4, 3), (128, 1, 2), (256, 2, 4)])
+def test_tiles_and_slices_visit_every_block_of_queries_once(size, heads, cut, monkeypatch):
+    monkeypatch.setattr(BackwardRole, "rank", 0)  # both blocks of threads of a cluster visit the same
+    plan = plan_of(300, 500, (None, None), backward_plan.backward_config(size, size)[1], batch=(3,))
+    plan = dataclasses.replace(plan, query=(300, heads, size), key=(500, heads, size), is_deterministic=False, cut_heads=cut)
+    plan = dataclasses.replace(plan, multiprocessors=10)
+    role, found = BackwardRole(plan, {}, {}, {}), []
+    for count, *numbers in np.asarray(schedule.table(plan)).tolist():
+        for number, following in itertools.pairwise(numbers[: count + 1]):
+            tile = role.tile(jnp.int32(number), jnp.int32(following))
+            first_cut = 3 * heads - cut
+            pair = int(tile.b) * heads + int(tile.head)
+            assert (int(tile.cut) >= 0) == (pair >= first_cut)
+            assert int(tile.cut) in (-1, (pair - first_cut) * plan.tiles_of_head + int(tile.number))
+            steps = [tuple(map(int, role.head_and_block(tile, i))) for i in range(int(tile.count))]
+            found += [(int(tile.b), head, int(tile.number), block) for head, block in steps]
+    assert sorted(found) == list(itertools.product(range(3), range(heads), range(plan.tiles_of_head), range(plan.blocks_q)))
+
+
+@pytest.mark.parametrize(("entries", "heads", "cut"), [(3, 4, 1), (3, 4, 3), (3, 4, 8), (2, 1, 2)])
+def test_sums_of_slices_are_found_in_the_last_heads(entries, heads, cut):
+    plan = plan_of(300, 301, (None, None), backward_plan.backward_config(64, 64)[1], batch=(entries,))
+    plan = dataclasses.replace(plan, query=(300, heads, 64), key=(301, heads, 64), is_deterministic=False, cut_heads=cut)
+    given = {"value": lowering.shaped(entries, 301, heads, 64)}
+    written, random = backward._written(plan, given, None), np.random.default_rng(0)
+    dk, dv = random.normal(size=(2, entries, heads, 304, 64)).astype(np.float32)
+    sums, consumer = np.array(written["dk_dv"]), HalfConsumer(plan, {}, {}, {}, 0)
+    whole = [np.zeros((entries, 304, heads, 64), plan.dtype) for _ in range(2)]
+    for pair, (b, head) in enumerate(itertools.product(range(entries), range(heads))):
+        first = entries * heads - cut
+        if pair < first:
+            whole[0][b, :, head], whole[1][b, :, head] = plan.scale * dk[b, head], 2 * dv[b, head]
+            continue
+        for number in range(plan.tiles_of_head):  # each tile is a slice of keys, and all add to the sums
+            tile = types.SimpleNamespace(b=b, head=head, cut=(pair - first) * plan.tiles_of_head + number)
+            rows = slice(number * 128, (number + 1) * 128)
+            for entry, at, values in consumer._sums(tile, 2.0, dv[b, head, rows], dk[b, head, rows]):
+                sums[entry, rows, at] += values
+    results = dict(zip(("dk", "dv"), map(jnp.asarray, whole), strict=True))
+    found = backward._cotangents(plan, given, written | {"dk_dv": jnp.asarray(sums)}, results, is_partial=False)
+    for name, of_heads, factor in (("key", dk, plan.scale), ("value", dv, 2)):
+        expected = np.swapaxes(factor * of_heads, 1, 2)[:, :301]
+        np.testing.assert_allclose(found[name].astype(np.float32), expected, rtol=2**-8, atol=1e-6)
 
 
 def test_the_cotangent_of_sinks_alone_needs_no_kernel():

@@ -557,6 +557,37 @@ def test_a_table_hands_out_each_tile_once_and_no_block_works_much_longer(costs, 
     assert counts.min() >= 1  # what a block reads first is a tile's
 
 
+@brute_force
+@given(st.integers(1, 40), st.integers(1, 60), st.integers(1, 20), st.integers(1, 140))
+def test_blocks_that_share_tiles_end_together(steps, whole, cut, blocks):
+    tiles = whole + cut
+    table, end = schedule.schedule_cut(steps, tiles, cut, blocks)
+    assert table.dtype == np.int32
+    found, loads = [], []
+    for count, *items in table.tolist():
+        loads.append(0)
+        for item, following in itertools.pairwise(items[: count + 1]):
+            place, stop = (item * steps, (item + 1) * steps) if item < tiles else (item - tiles, following - tiles)
+            place, stop = (place, stop) if item < tiles else (place + whole * steps, stop + whole * steps)
+            assert 0 < stop - place <= steps
+            assert place // steps == (stop - 1) // steps < tiles
+            assert (item < tiles) == (place // steps < whole)
+            found += range(place, stop)
+            loads[-1] += stop - place + schedule.TILE_COST
+    np.testing.assert_array_equal(np.sort(found), np.arange(tiles * steps))
+    assert max(loads) <= end
+    longest = -(-whole // blocks) * (steps + schedule.TILE_COST)
+    assert end == longest or end <= np.mean(loads) + schedule.TILE_COST + 3  # half a step less leaves none room for a slice
+
+
+def test_tiles_of_three_heads_of_4096_tokens_let_blocks_end_together():
+    costs = (64,) * 32  # 4 x 4096 tokens, 16 heads of 128
+    assert last_over_mean(costs, 64, 1, 132) > 1.03
+    table, end = schedule.schedule_cut(64, 2048, 96, 132)
+    assert end < 1.002 * 2048 * (64 + schedule.TILE_COST) / 132
+    assert max(table[:, 0]) < 20  # few slices, each of which starts and ends
+
+
 def assert_long_ones_come_first(numbers):
     pairs = [(number // 4 // 2, -(number % 4)) for number in numbers]  # a group of heads after another
     assert pairs == sorted(pairs)

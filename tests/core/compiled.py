@@ -140,6 +140,7 @@ def attention_cases() -> Iterator[Case]:
         for feature in features if (size, value_size) in ((64, 64), (128, 128), (256, 256)) else ("plain",):
             for is_deterministic in (False, True):
                 yield from _backward(dtype, size, value_size, feature, is_deterministic)
+            yield from _backward(dtype, size, value_size, feature, is_deterministic=False, has_many_tiles=True)
         for feature, tangents in itertools.product(features if size == value_size else ("plain",), TANGENTS):
             if feature in ("plain", "causal", "everything") or tangents == TANGENTS[0]:
                 yield from _tangent(dtype, size, value_size, feature, tangents)
@@ -224,17 +225,18 @@ def _forward(dtype, size, value_size, feature, kind, counts, byte) -> Iterator[C
         yield from _attention(f"{name} step of a ring", ATTENTION, step, dtype, of_ring, "forward, onto")
 
 
-def _backward(dtype, size, value_size, feature, is_deterministic) -> Iterator[Case]:
-    given, (heads, length, keys) = _qkv(dtype, size, value_size, QUERIES["many"])
+def _backward(dtype, size, value_size, feature, is_deterministic, has_many_tiles=False) -> Iterator[Case]:
+    counts = (300, 600, 300) if has_many_tiles else QUERIES["many"]  # of few tiles each has a single query head
+    given, (heads, length, keys) = _qkv(dtype, size, value_size, counts)
     more, options = _split(FEATURES[feature](heads, length, keys))
     given |= more
     wanted = tuple(name for name in ("query", "key", "value", "bias", "sinks") if name in given)
     operands = given | {"out": shaped(B, length, heads, value_size, dtype=dtype), "lse": shaped(B, heads, length)}
     operands["d_out"] = operands["out"]
-    name = f"{dtype} {size}x{value_size} {feature}{' deterministic' * is_deterministic}"
+    name = f"{dtype} {size}x{value_size} {feature}{' deterministic' * is_deterministic}{' many tiles' * has_many_tiles}"
     params = PARAMS | options | {"wanted": wanted, "deterministic_gradients": is_deterministic}
     yield from _attention(name, ATTENTION_VJP, params, dtype, operands)
-    if feature in ("plain", "causal", "everything"):
+    if feature in ("plain", "causal", "everything") and not has_many_tiles:
         step = params | {"is_partial": True}
         yield from _attention(f"{name} step of a ring", ATTENTION_VJP, step, dtype, operands, "backward, partial")
 

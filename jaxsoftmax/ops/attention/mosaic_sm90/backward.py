@@ -2,17 +2,17 @@
 
 A block of threads is persistent: one producer warpgroup, which starts the TMA copies, and two consumers. A tile is a block of
 keys of one key head, or two that two blocks of threads share. Its keys and values stay in shared memory. Queries and output
-cotangents of all query heads that share the key head come in stages, with their rows' log-sum-exp and `delta`, from the last
-block of queries to the first. Products are transposed, so that a row of the scores in registers is a key. For dQ the
-derivatives of the scores go through shared memory.
+cotangents come in stages, with their rows' log-sum-exp and `delta`, from the last block of queries to the first: those of all
+query heads that share the key head, or of one. Products are transposed, so that a row of the scores in registers is a key. For
+dQ the derivatives of the scores go through shared memory.
 
     S' = K Q'    P' = exp(scale S' - lse)    dP' = V dO'    dS' = P' (dP' - delta)
     dV += P' dO    dK += dS' Q    dQ += dS K    delta = sum(dO out) - dlse
 
-Reads Q, K, V, dO, lse and delta, Q and dO once for each block of keys; writes dK and dV once; adds to dQ in float32, in global
-memory, once for each tile: `10 * T * S * H` operations a head, whichever cotangents are wanted. The derivative of a bias is
-dS: tiles are added in float32, or stored in 16 bits where each score has a bias of its own. Source: Dao 2023,
-arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608, section 3.
+Reads Q, K, V, dO, lse and delta, Q and dO once for each block of keys; writes dK and dV once, or adds to them in float32, once
+for each query head; adds to dQ in float32, in global memory, once for each tile: `10 * T * S * H` operations a head, whichever
+cotangents are wanted. The derivative of a bias is dS: tiles are added in float32, or stored in 16 bits where each score has a
+bias of its own. Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608, section 3.
 
 NaN or infinity in queries, keys and values that are not seen shows, as they are multiplied by 0. float16 holds derivatives of
 scores between 2^-25 and 65504: scale the loss.
@@ -237,6 +237,8 @@ def _written(geometry: BackwardGeometry, operands, d_query) -> OrderedDict[str, 
     if geometry.is_deterministic:
         turns = math.prod(geometry.batch) * geometry.query[1] * geometry.blocks_q * geometry.blocks_per_tile
         written["turns"] = jnp.zeros((turns,), jnp.int32)
+    if geometry.adds_to_keys:
+        written["dk_dv"] = jnp.zeros(_sums_shape(geometry), jnp.float32)  # one array: XLA would copy one of two equal ones
     if geometry.bias_gradient is not BiasGradient.NONE:
         written["dbias"] = _initial_d_bias(geometry, _bias_sums(geometry, operands["bias"].shape))
         if geometry.adds_bias_in_turns:
@@ -273,8 +275,24 @@ def _keys_shape(geometry: BackwardGeometry) -> tuple[int, ...]:
     return math.prod(geometry.batch), keys + -keys % 8, key_heads, geometry.size
 
 
+def _sums_shape(geometry: BackwardGeometry) -> tuple[int, ...]:
+    """Returns the shape of the sums of dK, and behind them of dV, to which tiles add: those of all heads, or of cut ones."""
+    entries, keys, heads, size = _keys_shape(geometry)
+    return (2 * entries, keys, heads, size) if geometry.has_single_heads else (2 * geometry.cut_heads, keys, 1, size)
+
+
+def _with_sums(geometry: BackwardGeometry, array, sums):
+    """Returns dK or dV with the sums of the heads whose tiles are cut, the last ones of the last entries of the batch."""
+    entries, _, heads, _ = array.shape
+    shape = max(1, geometry.cut_heads // heads), min(heads, geometry.cut_heads), *sums.shape[1::2]
+    sums = jnp.swapaxes(sums.reshape(shape), 1, 2).astype(array.dtype)
+    return lax.dynamic_update_slice(array, sums, (entries - shape[0], 0, heads - shape[1], 0))
+
+
 def _result_types(geometry: BackwardGeometry, is_partial) -> OrderedDict[str, jax.ShapeDtypeStruct]:
-    """Returns the types of the results of the kernel, by name."""
+    """Returns the types of the results of the kernel, by name, beside what it adds to."""
+    if geometry.has_single_heads:
+        return OrderedDict()
     entries, keys, heads, size = shape = _keys_shape(geometry)
     if is_partial:  # seen as rows of all heads, for stores from registers: one array, as devices send one
         return OrderedDict(dk_dv=jax.ShapeDtypeStruct((2 * entries * keys, heads * size), jnp.float32))
@@ -284,9 +302,13 @@ def _result_types(geometry: BackwardGeometry, is_partial) -> OrderedDict[str, ja
 def _cotangents(geometry: BackwardGeometry, operands, written, results, is_partial) -> dict[str, jax.Array]:
     """Returns the cotangents by name, from what the kernel has written."""
     (length, _, head_size), keys, value_size = geometry.query, geometry.key[0], operands["value"].shape[-1]
-    results = [x.ravel() for x in results.values()]  # flat, so that XLA sees that halves which are put together are the whole
-    results, dq, d_bias = lax.optimization_barrier((results, written["dq"], written.get("dbias")))
-    dk, dv = (x.reshape(_keys_shape(geometry)) for x in (jnp.split(results[0], 2) if is_partial else results))
+    # Flat, so that XLA sees that halves which are put together are the whole.
+    results = [x.ravel() for x in ([written["dk_dv"]] if geometry.has_single_heads else results.values())]
+    results, written = lax.optimization_barrier((results, dict(written)))
+    dq, d_bias = written["dq"], written.get("dbias")
+    dk, dv = (x.reshape(_keys_shape(geometry)) for x in (jnp.split(results[0], 2) if len(results) == 1 else results))
+    if geometry.cut_heads:
+        dk, dv = map(functools.partial(_with_sums, geometry), (dk, dv), jnp.split(written["dk_dv"], 2))
     dq = dq if is_partial else geometry.scale * dq
     arrays = {"query": dq[:, :length, :, :head_size], "key": dk[:, :keys, :, :head_size], "value": dv[:, :keys, :, :value_size]}
     cotangents = {name: array.reshape(*geometry.batch, *array.shape[1:]) for name, array in arrays.items()}
@@ -351,7 +373,7 @@ class BackwardProducer(BackwardRole):
 
     def __call__(self, tile, steps):
         """Copies what a tile needs; returns the number of steps so far."""
-        first, total = tile.block * self.geometry.block_kv, self.geometry.heads_per_key_head * tile.count
+        first, total = tile.block * self.geometry.block_kv, self.geometry.heads_per_tile * tile.count
         pl.when(total > 0)(lambda: self._copy_queries(tile, steps, 0))
         self._copy_keys_and_values(tile, first)
 
@@ -434,7 +456,7 @@ class TurnAdder(BackwardRole):
 
     def __call__(self, tile, steps):
         """Adds what consumers stage in the steps of a tile; returns the number of steps so far."""
-        geometry, total = self.geometry, self.geometry.heads_per_key_head * tile.count
+        geometry, total = self.geometry, self.geometry.heads_per_tile * tile.count
         first = lax.rem(self.index + (ADDERS - 1) * steps, jnp.int32(ADDERS))
 
         @pl.loop(0, lax.div(total - first + ADDERS - 1, jnp.int32(ADDERS)))

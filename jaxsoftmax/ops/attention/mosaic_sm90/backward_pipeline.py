@@ -81,7 +81,8 @@ class BackwardTile:
 
     b: Any  # batch entry
     head: Any  # key head
-    number: Any  # among the tiles of the key head
+    group: Any  # of query heads, which the tile has: it is the key head, or the query head
+    number: Any  # among the tiles of the group
     block: Any  # of keys
     other_block: Any  # of keys, that the other block of threads has; None if there is none
     low: Any  # first block of queries that the tile visits
@@ -90,6 +91,9 @@ class BackwardTile:
     whole_to: Any  # the one behind the last of those
     lengths: tuple[Any, Any]  # numbers of queries and keys of the batch entry
     offset: Any  # position of query 0
+    # Number among the tiles that are cut, of which it is a slice: `count` blocks of queries from `low` on. Below 0 if it is
+    # whole, None if no tile is cut.
+    cut: Any
 
 
 @dataclass(frozen=True)
@@ -114,16 +118,22 @@ class BackwardRole:
     operands: dict[str, GlobalOperand]  # records of the optional operands
     memory: dict[str, Any]  # arrays and barriers in shared memory
 
-    def tile(self, number) -> BackwardTile:
-        """Returns a tile."""
-        geometry, operands = self.geometry, self.operands
-        tiles, heads = jnp.int32(geometry.tiles_of_head), jnp.int32(geometry.key[1])
+    def tile(self, number, following=None) -> BackwardTile:
+        """Returns a tile. If tiles are cut, `number` may stand for a slice, which ends where `following` starts."""
+        geometry, operands, cut = self.geometry, self.operands, None
+        if geometry.cut_heads:
+            place, steps = number - geometry.n_tiles, jnp.int32(geometry.blocks_q)
+            cut = jnp.where(place < 0, -1, lax.div(place, steps))
+            of_slice = lax.rem(place, steps), following - number
+            number = jnp.where(cut < 0, number, geometry.n_tiles - geometry.n_cut + cut)
+        tiles, groups = jnp.int32(geometry.tiles_of_head), jnp.int32(geometry.query[1] // geometry.heads_per_tile)
         pair, tile = lax.div(number, tiles), lax.rem(number, tiles)
-        b, head = lax.div(pair, heads), lax.rem(pair, heads)
+        b, group = lax.div(pair, groups), lax.rem(pair, groups)
         if geometry.bias_gradient is BiasGradient.ADDED and not geometry.is_deterministic and operands["dbias"].heads > 1:
             # Tiles of all batch entries come together, as they add to the same elements, which the L2 cache then holds.
             entries = jnp.int32(math.prod(geometry.batch))
-            b, head = lax.rem(pair, entries), lax.div(pair, entries)
+            b, group = lax.rem(pair, entries), lax.div(pair, entries)
+        head = lax.div(group, jnp.int32(geometry.heads_per_key_head)) if geometry.has_single_heads else group
         block, other_block = (2 * tile + self.rank, 2 * tile + 1 - self.rank) if geometry.is_paired else (tile, None)
         lengths = []
         for name, size in zip(("query_lengths", "key_lengths"), geometry.lengths, strict=True):
@@ -137,8 +147,11 @@ class BackwardRole:
             whole_from = jnp.clip(whole_from, low, high)
             whole_to = jnp.clip(whole_to, whole_from, high)
         offset = operands["query_offset"][b] if "query_offset" in operands else 0
-        limits = low, high - low, whole_from, whole_to
-        return BackwardTile(b, head, tile, block, other_block, *limits, (lengths[0], lengths[1]), offset)
+        count = high - low
+        if cut is not None:
+            low, count = (jnp.where(cut < 0, *pair) for pair in zip((low, count), of_slice, strict=True))
+        limits = low, count, whole_from, whole_to
+        return BackwardTile(b, head, group, tile, block, other_block, *limits, (lengths[0], lengths[1]), offset, cut)
 
     @property
     def barriers(self):
@@ -156,7 +169,7 @@ class BackwardRole:
         Queries pass from the last block to the first. So blocks of keys which start together are each a step behind the one
         before, also where attention is causal.
         """
-        head = tile.head * self.geometry.heads_per_key_head + lax.div(jnp.int32(i), tile.count)
+        head = tile.group * self.geometry.heads_per_tile + lax.div(jnp.int32(i), tile.count)
         return head, tile.low + tile.count - 1 - lax.rem(jnp.int32(i), tile.count)
 
     def stages(self, step):
@@ -349,7 +362,7 @@ class BackwardConsumer(BackwardRole):
         geometry, first = self.geometry, tile.block * self.geometry.block_kv
         first = first if geometry.config.roles else first + self.index * ROWS
         scores = BackwardScores(self, tile, first, needs_segments=self.WEIGHS)
-        total = geometry.heads_per_key_head * tile.count
+        total = geometry.heads_per_tile * tile.count
 
         def visit(sums, index, head, block, is_first=False):
             # A branch in the step, where queries are to be masked. The first call of a gradient took 8.8 s with a loop for
@@ -361,7 +374,7 @@ class BackwardConsumer(BackwardRole):
             return current, self.step(scores, current, sums)
 
         def visit_head(sums, i, before):
-            head, last = tile.head * geometry.heads_per_key_head + i, steps + (i + 1) * tile.count - 1
+            head, last = tile.group * geometry.heads_per_tile + i, steps + (i + 1) * tile.count - 1
 
             def visit_next(block, before):
                 index = last - (block - tile.low)
@@ -371,7 +384,7 @@ class BackwardConsumer(BackwardRole):
                 return [head, block]
 
             # `before` are the query head and the block of queries of the step before.
-            start = 1 if geometry.heads_per_key_head == 1 else jnp.where(i == 0, 1, 0)
+            start = 1 if geometry.heads_per_tile == 1 else jnp.where(i == 0, 1, 0)
             end = tile.low + tile.count - 1
             return lax.fori_loop(start, tile.count, lambda i, before: visit_next(end - i, before), before)
 
@@ -379,10 +392,10 @@ class BackwardConsumer(BackwardRole):
             first = list(self.head_and_block(tile, 0))
             current, _ = visit(sums, steps, *first, is_first=True)
             self.end_step(current)
-            if geometry.heads_per_key_head == 1:
+            if geometry.heads_per_tile == 1:
                 last = visit_head(sums, 0, first)
             else:
-                last = lax.fori_loop(0, geometry.heads_per_key_head, functools.partial(visit_head, sums), first)
+                last = lax.fori_loop(0, geometry.heads_per_tile, functools.partial(visit_head, sums), first)
             self._add_last(tile, steps + total - 1, *last)
 
         def add_up(*sums):
@@ -538,9 +551,18 @@ class BackwardConsumer(BackwardRole):
 
     def _store(self, tile, kept_factor, *, dv=None, dk=None):
         """Stores those of dV and dK of 64 keys that the consumer has."""
-        if "dk_dv" in self.refs:
+        if self.geometry.has_single_heads:
+            self._add_to_keys(tile, kept_factor, dv, dk)
+        elif self.geometry.cut_heads:
+            pl.when(tile.cut >= 0)(lambda: self._add_to_keys(tile, kept_factor, dv, dk))
+            pl.when(tile.cut < 0)(lambda: self._store_whole(tile, kept_factor, dv, dk))
+        elif "dk_dv" in self.refs:
             self._store_parts(tile, kept_factor, dv, dk)
-            return
+        else:
+            self._store_whole(tile, kept_factor, dv, dk)
+
+    def _store_whole(self, tile, kept_factor, dv, dk):
+        """Stores dV and dK in the dtype of keys, by way of shared memory."""
         geometry, memory, dtype, width = self.geometry, self.memory, self.geometry.dtype, self.geometry.part_size
         half = 0 if geometry.config.roles else self.index
         _meet()  # both consumers have read keys and values, in whose place the results go
@@ -560,17 +582,39 @@ class BackwardConsumer(BackwardRole):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(memory["kv_empty"])
 
+    def _add_to_keys(self, tile, kept_factor, dv, dk):
+        """Adds dV and dK of a query head, or of a slice of a tile, to those of others, in float32.
+
+        They go through the place of dQ piece by piece, so that the next keys and values may come meanwhile.
+        """
+        geometry, staged = self.geometry, self.memory["sums"].at[self.index]
+        plgpu.barrier_arrive(self.memory["kv_empty"])
+        first = tile.block * geometry.block_kv + (0 if geometry.config.roles else self.index) * ROWS
+        for entry, head, values in self._sums(tile, kept_factor, dv, dk):
+            for start in range(0, geometry.size, width := staged.shape[1]):
+                self.await_staged()
+                staged[...] = values[:, start : start + width]
+                plgpu.commit_smem()
+                target = self.refs["dk_dv"].at[entry, pl.ds(first, ROWS), head, pl.ds(start, width)]
+                plgpu.copy_smem_to_gmem(staged, target, reduction_op="add")
+
+    def _sums(self, tile, kept_factor, dv, dk):
+        """Yields those of dV and dK that the consumer has, each after its entry and head in an array of both."""
+        geometry = self.geometry
+        entry, entries, head = tile.b, math.prod(geometry.batch), tile.head
+        if geometry.cut_heads:
+            entry, entries, head = lax.div(tile.cut, jnp.int32(geometry.tiles_of_head)), geometry.cut_heads, 0
+        for at, values, factor in (entry + entries, dv, kept_factor), (entry, dk, geometry.scale):
+            if values is not None:
+                yield at, head, factor * values
+
     def _store_parts(self, tile, kept_factor, dv, dk):
         """Stores dV and dK in float32, from registers."""
         geometry, keys, out = self.geometry, self.geometry.key[0], self.refs["dk_dv"]
         first = tile.block * geometry.block_kv + (0 if geometry.config.roles else self.index) * ROWS
-        for entry, values in (
-            (tile.b + math.prod(geometry.batch), None if dv is None else kept_factor * dv),
-            (tile.b, None if dk is None else geometry.scale * dk),
-        ):
-            if values is not None:
-                start = entry * (keys + -keys % 8) + first, tile.head * geometry.size
-                wgmma.store_product(out, *start, (keys - first, geometry.size), values)
+        for entry, head, values in self._sums(tile, kept_factor, dv, dk):
+            start = entry * (keys + -keys % 8) + first, head * geometry.size
+            wgmma.store_product(out, *start, (keys - first, geometry.size), values)
         plgpu.barrier_arrive(self.memory["kv_empty"])
 
 

@@ -23,6 +23,10 @@ CONSUMERS = 2  # consumer warpgroups
 ADDERS = 2  # warps that add dQ in the order of turns: one waits for its turn while the other's copies arrive
 DS_STAGES = 2  # for the derivatives of the scores: one is written while the other is read
 _LEAST_SEEDED = 1e-30  # of scales by which a log-sum-exp may be divided
+# Where tiles add dK and dV, XLA writes zeros before and rounds the sums after the kernel, which is counted in steps of 2.2 us.
+_BYTES_OF_STEP = 7e6  # that an H100 reads or writes in the time of a step
+_STEPS_OF_LAUNCHES = 2  # for the start of two kernels
+_LEAST_GAIN_OF_SINGLE_HEADS, _LEAST_GAIN_OF_CUTS = 1.05, 1.01  # gains that pay, as times are estimates
 
 
 class BiasGradient(enum.Enum):
@@ -90,7 +94,7 @@ class BackwardGeometry(AttentionGeometry):
     """The geometry of the backward kernel for one problem.
 
     A tile is a block of keys of a key head, or two that two blocks of threads share. Its steps are the blocks of queries that
-    see the keys, of all query heads that share the key head.
+    see the keys, of all query heads that share the key head, or of one of them (`has_single_heads`).
     """
 
     config: BackwardConfig
@@ -98,14 +102,20 @@ class BackwardGeometry(AttentionGeometry):
     bias_gradient: BiasGradient
     is_deterministic: bool  # dQ has the same bits in every run: blocks of keys add to it in the order of turns
     is_varying: bool  # operands say which queries a block of keys visits
+    # True if a tile has one of several query heads that share its keys. Tiles then add dK and dV, in float32.
+    has_single_heads: bool = False
+    # Heads, the last ones, whose tiles are cut: several blocks of threads share the steps of a tile, so that all blocks end
+    # together. They add dK and dV, in float32.
+    cut_heads: int = 0
 
     # These follow from the others.
     lengths: tuple[int, int] = field(init=False)  # T and S: numbers of queries and keys
     heads_per_key_head: int = field(init=False)  # query heads that share a key head
+    heads_per_tile: int = field(init=False)  # query heads of a tile: all that share its keys, or one
     block_kv: int = field(init=False)  # keys of a tile that a block of threads has
     blocks_q: int = field(init=False)
     blocks_kv: int = field(init=False)
-    tiles_of_head: int = field(init=False)  # tiles of a key head
+    tiles_of_head: int = field(init=False)  # tiles of a key head, or of each query head if a tile has one
     parts: tuple[int, int] = field(init=False)  # parts of dQ's rows and of its columns that the consumers share
     part_size: int = field(init=False)  # columns of dQ that a consumer makes
     is_ragged: bool = field(init=False)  # the last block of keys has rows behind the last key
@@ -132,6 +142,7 @@ class BackwardGeometry(AttentionGeometry):
         self._derive(
             lengths=(length, keys),
             heads_per_key_head=heads // key_heads,
+            heads_per_tile=(heads_per_tile := 1 if self.has_single_heads else heads // key_heads),
             block_kv=block_kv,
             blocks_q=pl.cdiv(length, config.block_q),
             blocks_kv=blocks_kv,
@@ -147,13 +158,24 @@ class BackwardGeometry(AttentionGeometry):
             passes_both=passes_both,
             # Those of turns are taken in order of arrival. With `passes_both` shared memory has no room for tickets.
             by_ticket=self.is_deterministic or (self.is_varying and not passes_both),
-            n_tiles=math.prod(self.batch) * key_heads * tiles_of_head,
+            n_tiles=math.prod(self.batch) * (heads // heads_per_tile) * tiles_of_head,
+            n_cut=self.cut_heads * tiles_of_head,
         )
 
     @property
     def is_paired(self) -> bool:
         """True if two blocks of threads, a cluster, share each tile."""
         return self.blocks_per_tile == 2
+
+    @property
+    def bytes_of_query_head(self) -> int:
+        """Bytes of the queries, output cotangents and dQ of a query head."""
+        return (2 + 2 + 4) * self.query[0] * self.size
+
+    @property
+    def adds_to_keys(self) -> bool:
+        """True if some tiles add dK and dV, in float32."""
+        return self.has_single_heads or self.cut_heads > 0
 
     @property
     def adds_bias_in_turns(self) -> bool:
@@ -176,6 +198,8 @@ class BackwardGeometry(AttentionGeometry):
             f"{CONSUMERS} consumer warpgroups, {work}",
         ]
         parts += ["two blocks of threads share a tile"] if self.is_paired else []
+        parts += ["single query heads, which add dK and dV"] if self.has_single_heads else []
+        parts += [f"tiles of {self.cut_heads} heads are cut"] if self.cut_heads else []
         parts += ["dQ added in the order of turns"] if self.is_deterministic else []
         parts += ["bias copied by TMA"] if config.stages_bias else []
         parts += [] if self.bias_gradient is BiasGradient.NONE else [self.bias_gradient.value]
@@ -299,7 +323,7 @@ class BackwardGeometry(AttentionGeometry):
     def costs(self) -> tuple[int, ...]:
         """Counts the steps of each tile, or says 1 for all where only then tiles come in the order of turns."""
         spans = (self.visited(tile, HOST) for tile in range(self.tiles_of_head))
-        costs = tuple(self.heads_per_key_head * max(high - low, 0) for low, high in spans)
+        costs = tuple(self.heads_per_tile * max(high - low, 0) for low, high in spans)
         is_other_order = self.is_deterministic and any(a < b for a, b in itertools.pairwise(costs))
         return (1,) * len(costs) if is_other_order else costs
 
@@ -312,7 +336,7 @@ class BackwardGeometry(AttentionGeometry):
         equal = len(set(costs)) == 1
         if equal and not self.is_deterministic:
             return 1
-        bytes_of_head = 8 * self.query[0] * self.size * self.heads_per_key_head  # two of 16 bits, and one of 32
+        bytes_of_head = self.bytes_of_query_head * self.heads_per_tile
         least, most, times = (8, 32, 2 if equal else 4) if self.is_deterministic else (1, 8, 1)
         return min(most, max(least, 1 << max(1, times * schedule.L2 // bytes_of_head).bit_length() - 1))
 
@@ -431,5 +455,63 @@ def shape_backward(
         # Two blocks of threads take 4259 us where each thread loads its elements of the bias, and single ones 4410 us where TMA
         # does (head size 256, 4096 tokens, H100).
         if staged.shared_memory <= target.shared_memory and not plain.is_paired:
-            return staged
-    return plain
+            plain = staged
+    return plain if is_partial else _with_fitting_tiles(plain)
+
+
+def _with_fitting_tiles(geometry: BackwardGeometry) -> BackwardGeometry:
+    """Returns the geometry with tiles of single query heads, or with tiles that are cut, where it is done sooner.
+
+    Tiles of all query heads that share keys are few and long. Some blocks of threads may end late: of 4 x 4096 causal tokens,
+    16 query heads of 128 and one key head, after 1026 steps, and after 536 with tiles of single query heads. Or the tiles that
+    run at a time need more than L2 holds (`_needs_too_much`).
+
+    Tiles that take equally long end late if the blocks of threads do not divide their number: 4 x 4096 tokens, 16 heads of 128
+    are 15.5 tiles a block of threads, and the last block ends after 1048 steps, and after 1018 if tiles of three heads are cut.
+    """
+    if geometry.is_deterministic:
+        return geometry
+    if geometry.heads_per_key_head == 1:
+        return _with_cut_tiles(geometry)
+    single = replace(geometry, has_single_heads=True)
+    if single.n_tiles > schedule.MAX_SCHEDULED:
+        return geometry
+    duration = schedule.duration(single) + _steps_of_xla(geometry, math.prod(geometry.batch) * geometry.key[1])
+    is_sooner = schedule.duration(geometry) > _LEAST_GAIN_OF_SINGLE_HEADS * duration
+    return single if is_sooner or _needs_too_much(geometry) else geometry
+
+
+def _needs_too_much(geometry: BackwardGeometry) -> bool:
+    """Returns True if the query heads that tiles visit at a time have twice the bytes that L2 holds.
+
+    Tiles that take equally long are at the same query head at a time; others are at any of those that share their keys. Forward
+    and backward of 4 x 4096 causal tokens and 16 query heads of 128 take, with tiles of all query heads and of single ones (H100),
+    four to a key head 1666 to 1817 us and 1709 us, and under load 1865 us and 1954 us, as to add dK and dV takes energy;
+    eight to a key head 2373 us and 1678 us.
+    """
+    costs = geometry.costs()
+    key_heads_at_once = min(geometry.n_blocks / geometry.tiles_of_head, math.prod(geometry.batch) * geometry.key[1])
+    is_uneven = max(costs) * len(costs) > 1.5 * sum(costs)
+    return is_uneven and key_heads_at_once * geometry.heads_per_key_head * geometry.bytes_of_query_head > 4 * schedule.L2
+
+
+def _with_cut_tiles(geometry: BackwardGeometry) -> BackwardGeometry:
+    """Returns the geometry with tiles that are cut if it is done sooner, else with whole ones."""
+    costs, heads = geometry.costs(), geometry.query[1]
+    is_added = geometry.bias_gradient is BiasGradient.ADDED  # whose tiles come in an order of their own
+    takes_equally_long = 0 < costs[0] == min(costs) == max(costs)
+    if geometry.by_ticket or is_added or not takes_equally_long or geometry.n_tiles > schedule.MAX_SCHEDULED:
+        return geometry
+    at_once = geometry.multiprocessors // geometry.blocks_per_tile
+    cut = pl.cdiv(geometry.n_tiles % at_once, geometry.tiles_of_head)
+    cut = cut if cut <= heads else pl.cdiv(cut, heads) * heads  # of one entry of the batch, or of all heads of some
+    if not cut:
+        return geometry
+    found = replace(geometry, cut_heads=cut)
+    end = schedule.schedule_cut(costs[0], found.n_tiles, found.n_cut, found.n_blocks)[1]
+    return found if schedule.duration(geometry) > _LEAST_GAIN_OF_CUTS * (end + _steps_of_xla(geometry, cut)) else geometry
+
+
+def _steps_of_xla(geometry: BackwardGeometry, heads: int) -> float:
+    """Estimates the steps in the time that XLA takes for sums of dK and dV: zeros, and a read of 32 bits, a result of 16."""
+    return 20 * heads * geometry.key[0] * geometry.size / _BYTES_OF_STEP + _STEPS_OF_LAUNCHES
