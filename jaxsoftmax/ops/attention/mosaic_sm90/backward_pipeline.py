@@ -120,11 +120,11 @@ class BackwardRole:
 
     def tile(self, number, following=None) -> BackwardTile:
         """Returns a tile. If tiles are cut, `number` may stand for a slice, which ends where `following` starts."""
-        geometry, operands, cut = self.geometry, self.operands, None
+        geometry, operands = self.geometry, self.operands
+        cut, skipped, left = None, 0, 0
         if geometry.cut_heads:
             place, steps = number - geometry.n_tiles, jnp.int32(geometry.blocks_q)
-            cut = jnp.where(place < 0, -1, lax.div(place, steps))
-            of_slice = lax.rem(place, steps), following - number
+            cut, skipped, left = jnp.where(place < 0, -1, lax.div(place, steps)), lax.rem(place, steps), following - number
             number = jnp.where(cut < 0, number, geometry.n_tiles - geometry.n_cut + cut)
         tiles, groups = jnp.int32(geometry.tiles_of_head), jnp.int32(geometry.query[1] // geometry.heads_per_tile)
         pair, tile = lax.div(number, tiles), lax.rem(number, tiles)
@@ -149,7 +149,7 @@ class BackwardRole:
         offset = operands["query_offset"][b] if "query_offset" in operands else 0
         count = high - low
         if cut is not None:
-            low, count = (jnp.where(cut < 0, *pair) for pair in zip((low, count), of_slice, strict=True))
+            low, count = low + jnp.where(cut < 0, 0, skipped), jnp.where(cut < 0, count, left)
         limits = low, count, whole_from, whole_to
         return BackwardTile(b, head, group, tile, block, other_block, *limits, (lengths[0], lengths[1]), offset, cut)
 

@@ -484,10 +484,10 @@ def _with_fitting_tiles(geometry: BackwardGeometry) -> BackwardGeometry:
 def _needs_too_much(geometry: BackwardGeometry) -> bool:
     """Returns True if the query heads that tiles visit at a time have twice the bytes that L2 holds.
 
-    Tiles that take equally long are at the same query head at a time; others are at any of those that share their keys. Forward
-    and backward of 4 x 4096 causal tokens and 16 query heads of 128 take, with tiles of all query heads and of single ones (H100),
-    four to a key head 1666 to 1817 us and 1709 us, and under load 1865 us and 1954 us, as to add dK and dV takes energy;
-    eight to a key head 2373 us and 1678 us.
+    Tiles that take equally long are at the same query head at a time; others are at any of those that share their keys. For 4 x
+    4096 causal tokens and 16 query heads of 128, forward and backward take, with tiles of all query heads and of single ones,
+    2373 us and 1678 us with eight query heads to a key head, and with four 1666 to 1817 us and 1709 us. Under load these
+    four take 1865 us and 1954 us, as to add dK and dV takes energy (H100).
     """
     costs = geometry.costs()
     key_heads_at_once = min(geometry.n_blocks / geometry.tiles_of_head, math.prod(geometry.batch) * geometry.key[1])
