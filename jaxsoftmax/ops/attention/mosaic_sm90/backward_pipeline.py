@@ -693,8 +693,8 @@ class WeightsConsumer(BackwardConsumer):
         p, kept = pl.run_scoped(functools.partial(self._weigh, scores, current), plgpu.ACC(scores.shape, jnp.float32))
         plgpu.barrier_arrive(memory["q_empty"].at[current.stage])
         self.weights(current.index)[...] = p
-        # The other consumer may wait already while the last stores are on their way. The barrier should order them, as PTX says.
-        # A kernel with twice as many stores, two terms of each weight, had wrong values in the first steps of tiles (H100).
+        # The other consumer may wait already while the last stores are on their way. By PTX the barrier orders them. But a
+        # kernel with twice as many stores, two terms of each weight, had wrong values in the first steps of tiles (H100).
         sync.fence_writes()
         sync.named_barrier_arrive(jnp.int32(_WEIGHTS))
         if self.geometry.adds_bias_in_turns:  # the other consumer has staged derivatives for the bias
