@@ -1159,8 +1159,9 @@ def test_plans_say_how_kernels_run(size, deterministic, words):
 
 
 def shaped_by_heads(batch, length, heads, key_heads, *, size=128, window=(None, 0), deterministic=False, **more):
-    """Returns the geometry for queries and keys of one length, and how it describes itself."""
-    given = lowering.operands((batch,), length, length, heads, key_heads, size) | more.pop("operands", {})
+    """Returns the geometry for some queries and keys, as many as queries if their number is not given."""
+    keys = more.pop("keys", length)
+    given = lowering.operands((batch,), length, keys, heads, key_heads, size) | more.pop("operands", {})
     options = {"scale": 0.1, "window": window, "soft_cap": None, "dropout_rate": 0.0}
     plan = backward_plan.shape_backward(given, HOPPER, ("query", "key", "value"), deterministic, **options, **more)
     assert ("single query heads, which add dK and dV" in plan.describe()) == plan.has_single_heads
@@ -1269,6 +1270,8 @@ def test_tiles_are_cut_where_blocks_of_threads_would_end_apart():
         ((4, 4096, 8, 8), whole | {"size": 256}, 2),
         ((1, 2048, 12, 12), whole, 4),
         ((3, 256, 44, 44), whole, 0),  # 264 tiles: two for each block of threads
+        ((1, 2**21, 1, 1), whole | {"keys": 2**20}, 1),
+        ((1, 2**24, 1, 1), whole | {"keys": 2**20}, 0),  # a line of 2^31 steps
         ((4, 4096, 16, 16), {}, 0),  # tiles of many lengths, of which short ones come last
         ((4, 4096, 16, 4), whole, 0),
         ((4, 4096, 16, 16), whole | {"deterministic": True}, 0),

@@ -508,6 +508,8 @@ def _with_cut_tiles(geometry: BackwardGeometry) -> BackwardGeometry:
     if not cut:
         return geometry
     found = replace(geometry, cut_heads=cut)
+    if found.n_tiles + found.n_cut * costs[0] >= 2**31:  # places in the line are int32
+        return geometry
     end = schedule.schedule_cut(costs[0], found.n_tiles, found.n_cut, found.n_blocks)[1]
     return found if schedule.duration(geometry) > _LEAST_GAIN_OF_CUTS * (end + _steps_of_xla(geometry, cut)) else geometry
 
