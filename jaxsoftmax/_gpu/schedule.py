@@ -5,6 +5,9 @@ each tile takes, a table says which tiles each block works through: they are han
 first. Where operands decide that, a block that is done takes a ticket from a counter in global memory, which stands for a tile.
 Its producer warpgroup takes the ticket and tells the other warpgroups through shared memory.
 
+Tiles that all take equally long end at different times if the number of blocks does not divide theirs. The last tiles may be
+cut then: several blocks share the steps of a tile, each with a slice of it (`schedule_cut`).
+
 While persistent blocks run, a kernel that becomes ready finds no multiprocessor until all tiles are done, even if its stream
 has priority, as NCCL's has. Where a collective may become ready beside a kernel, its blocks therefore come in waves: those of
 the first waves end after a few tiles, and the GPU gives their multiprocessors to the stream with priority first.
@@ -98,15 +101,15 @@ def _balanced(costs: tuple[int, ...], heads: int, n_heads_at_once: int, blocks: 
 
 @functools.lru_cache(maxsize=256)
 def schedule_cut(steps: int, tiles: int, cut: int, blocks: int) -> tuple[np.ndarray, float]:
-    """Deals whole tiles of as many steps each, and then slices of the last `cut` tiles, so that all blocks end together.
+    """Deals whole tiles, which take `steps` steps each, then slices of the last `cut` tiles, so that all blocks end together.
 
     The steps of the tiles that are cut are a line. Each block gets a section of it, which it works through in slices, as a
     slice has steps of one tile.
 
     Returns:
-      The table: of each block of threads the number of its whole tiles and slices, then the whole tiles, and for each slice
-      `tiles` plus the place in the line where it starts, then `tiles` plus the place where the last one ends. Behind it is what
-      is never used. Then the time at which the last block ends.
+      The table, and the time at which the last block ends. A row has the number of whole tiles and slices of a block of
+      threads, then its whole tiles, and for each slice `tiles` plus the place in the line where it starts. `tiles` plus the
+      place where the last slice ends follows, then padding.
     """
     line, whole = cut * steps, [list(range(block, tiles - cut, blocks)) for block in range(blocks)]
 
@@ -274,7 +277,7 @@ class BlockTiles:
 
     geometry: TiledGeometry
     block: Any  # number of this block of threads
-    table: Any  # of `schedule`, or with tickets of `order`; None to go by number
+    table: Any  # of `schedule` or `schedule_cut`, or with tickets of `order`; None to go by number
     memory: dict[str, Any]  # with what `ticket_memory` describes if the block works by tickets
     tile: Callable[..., Any]  # makes a tile from its number and facts
     last_first: bool = False  # tiles that go by number start with the last one
@@ -287,7 +290,7 @@ class BlockTiles:
         """Does `steps = work(tile(number, *facts), steps)` for the tiles of the block, in a warpgroup; `steps` starts with 0.
 
         By tickets, the producer warpgroup passes `look_up`, a function of the number that loads the facts, int32 scalars, from
-        global memory. The other warpgroups are told. By a table there are no facts.
+        global memory. The other warpgroups are told. By a table there are no facts; if tiles are cut, the next entry is one.
         """
         if "tile" not in self.memory:
             self._each_scheduled(work)

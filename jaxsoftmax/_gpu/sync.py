@@ -163,7 +163,7 @@ def named_barrier_arrive(_, barrier):
 
 @plgpu.inline_mgpu()
 def fence_writes(_):
-    """Waits until what this thread wrote to shared memory is visible to all threads of the block."""
+    """Orders what this thread has written to shared memory before what it does next, for all threads of the block."""
     utils.inline_ptx("fence.acq_rel.cta;", has_side_effects=True)
 
 

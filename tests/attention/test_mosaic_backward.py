@@ -245,6 +245,7 @@ CUT |= {
     "bias of keys": case(MANY | {"size": 64}, lambda: {"bias": random((900,), "bias")}),
     "one head": case(MANY | {"batch": (9,), "heads": 1, "key_heads": 1, "size": 128}),
     "few tiles": case({"length": 900, "keys": 100, "key_heads": 4, "size": 64}),
+    "window that hides nothing": case(MANY | {"size": 128}, local_window_size=(900, 900)),
 }
 
 # A few of each kind: what compute-sanitizer is run over, as CONTRIBUTING.md says.
@@ -1277,6 +1278,8 @@ def test_tiles_are_cut_where_blocks_of_threads_would_end_apart():
         ((4, 4096, 16, 16), whole | {"deterministic": True}, 0),
         ((4, 4096, 16, 16), whole | {"is_partial": True}, 0),
         ((4, 4096, 16, 16), whole | {"operands": {"query_lengths": lowering.shaped(4, dtype="int32")}}, 0),
+        ((1, 4096, 12, 12), {"keys": 2048, "window": (1024, 0)}, 0),  # tiles of one length that visit a part of the queries
+        ((1, 2048, 12, 12), {"window": (2048, None)}, 4),  # a window that hides nothing
     ]:
         plan = shaped_by_heads(*sizes, **options)
         assert plan.cut_heads == expected, (sizes, options)
@@ -1296,8 +1299,8 @@ def test_tiles_and_slices_visit_every_block_of_queries_once(size, heads, cut, mo
             tile = role.tile(jnp.int32(number), jnp.int32(following))
             first_cut = 3 * heads - cut
             pair = int(tile.b) * heads + int(tile.head)
-            assert (int(tile.cut) >= 0) == (pair >= first_cut)
-            assert int(tile.cut) in (-1, (pair - first_cut) * plan.tiles_of_head + int(tile.number))
+            assert (int(tile.cut_number) >= 0) == (pair >= first_cut)
+            assert int(tile.cut_number) in (-1, (pair - first_cut) * plan.tiles_of_head + int(tile.number))
             steps = [tuple(map(int, role.head_and_block(tile, i))) for i in range(int(tile.count))]
             found += [(int(tile.b), head, int(tile.number), block) for head, block in steps]
     assert sorted(found) == list(itertools.product(range(3), range(heads), range(plan.tiles_of_head), range(plan.blocks_q)))
@@ -1318,7 +1321,7 @@ def test_sums_of_slices_are_found_in_the_last_heads(entries, heads, cut):
             whole[0][b, :, head], whole[1][b, :, head] = plan.scale * dk[b, head], 2 * dv[b, head]
             continue
         for number in range(plan.tiles_of_head):  # each tile is a slice of keys, and all add to the sums
-            tile = types.SimpleNamespace(b=b, head=head, cut=(pair - first) * plan.tiles_of_head + number)
+            tile = types.SimpleNamespace(b=b, head=head, cut_number=(pair - first) * plan.tiles_of_head + number)
             rows = slice(number * 128, (number + 1) * 128)
             for entry, at, values in consumer._sums(tile, 2.0, dv[b, head, rows], dk[b, head, rows]):
                 sums[entry, rows, at] += values

@@ -1058,6 +1058,13 @@ FAULTS = (
         "tests/attention/test_mosaic_backward.py -k where_tiles_add",
     ),
     Fault(
+        "mosaic attention: tiles are cut that visit a part of the queries",
+        f"{_MOSAIC}/backward_plan.py",
+        "set(geometry.costs()) == {steps}",
+        "len(set(geometry.costs())) == 1",
+        "tests/attention/test_mosaic_backward.py -k where_blocks_of_threads",
+    ),
+    Fault(
         "mosaic attention: a slice has the steps behind it too",
         f"{_MOSAIC}/backward_pipeline.py",
         "following - number",

@@ -10,9 +10,9 @@ dQ the derivatives of the scores go through shared memory.
     dV += P' dO    dK += dS' Q    dQ += dS K    delta = sum(dO out) - dlse
 
 Reads Q, K, V, dO, lse and delta, Q and dO once for each block of keys; writes dK and dV once, or adds to them in float32, once
-for each query head; adds to dQ in float32, in global memory, once for each tile: `10 * T * S * H` operations a head, whichever
-cotangents are wanted. The derivative of a bias is dS: tiles are added in float32, or stored in 16 bits where each score has a
-bias of its own. Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608, section 3.
+for each query head or slice of a tile; adds to dQ in float32, in global memory, once for each tile: `10 * T * S * H` operations
+a head, whichever cotangents are wanted. The derivative of a bias is dS: tiles are added in float32, or stored in 16 bits where
+each score has a bias of its own. Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608, section 3.
 
 NaN or infinity in queries, keys and values that are not seen shows, as they are multiplied by 0. float16 holds derivatives of
 scores between 2^-25 and 65504: scale the loss.

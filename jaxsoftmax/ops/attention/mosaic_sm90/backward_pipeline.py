@@ -91,9 +91,9 @@ class BackwardTile:
     whole_to: Any  # the one behind the last of those
     lengths: tuple[Any, Any]  # numbers of queries and keys of the batch entry
     offset: Any  # position of query 0
-    # Number among the tiles that are cut, of which it is a slice: `count` blocks of queries from `low` on. Below 0 if it is
+    # Number among the tiles that are cut, if it is a slice of one: `count` blocks of queries from `low` on. Below 0 if it is
     # whole, None if no tile is cut.
-    cut: Any
+    cut_number: Any
 
 
 @dataclass(frozen=True)
@@ -554,8 +554,8 @@ class BackwardConsumer(BackwardRole):
         if self.geometry.has_single_heads:
             self._add_to_keys(tile, kept_factor, dv, dk)
         elif self.geometry.cut_heads:
-            pl.when(tile.cut >= 0)(lambda: self._add_to_keys(tile, kept_factor, dv, dk))
-            pl.when(tile.cut < 0)(lambda: self._store_whole(tile, kept_factor, dv, dk))
+            pl.when(tile.cut_number >= 0)(lambda: self._add_to_keys(tile, kept_factor, dv, dk))
+            pl.when(tile.cut_number < 0)(lambda: self._store_whole(tile, kept_factor, dv, dk))
         elif "dk_dv" in self.refs:
             self._store_parts(tile, kept_factor, dv, dk)
         else:
@@ -599,11 +599,11 @@ class BackwardConsumer(BackwardRole):
                 plgpu.copy_smem_to_gmem(staged, target, reduction_op="add")
 
     def _sums(self, tile, kept_factor, dv, dk):
-        """Yields those of dV and dK that the consumer has, each after its entry and head in an array of both."""
+        """Yields `(entry, head, sum)` of those of dV and dK that the consumer has; the place is that in `dk_dv`."""
         geometry = self.geometry
         entry, entries, head = tile.b, math.prod(geometry.batch), tile.head
         if geometry.cut_heads:
-            entry, entries, head = lax.div(tile.cut, jnp.int32(geometry.tiles_of_head)), geometry.cut_heads, 0
+            entry, entries, head = lax.div(tile.cut_number, jnp.int32(geometry.tiles_of_head)), geometry.cut_heads, 0
         for at, values, factor in (entry + entries, dv, kept_factor), (entry, dk, geometry.scale):
             if values is not None:
                 yield at, head, factor * values

@@ -100,12 +100,13 @@ class BackwardGeometry(AttentionGeometry):
     config: BackwardConfig
     size: int  # head size on chip
     bias_gradient: BiasGradient
-    is_deterministic: bool  # dQ has the same bits in every run: blocks of keys add to it in the order of turns
+    # Results have the same bits in every run: blocks of keys add to dQ in the order of turns, and no tiles add dK and dV.
+    is_deterministic: bool
     is_varying: bool  # operands say which queries a block of keys visits
     # True if a tile has one of several query heads that share its keys. Tiles then add dK and dV, in float32.
     has_single_heads: bool = False
-    # Heads, the last ones, whose tiles are cut: several blocks of threads share the steps of a tile, so that all blocks end
-    # together. They add dK and dV, in float32.
+    # Heads, the last ones, whose tiles are cut: several blocks of threads share the steps of a tile, which are all blocks of
+    # queries, so that all blocks of threads end together. They add dK and dV, in float32.
     cut_heads: int = 0
 
     # These follow from the others.
@@ -482,7 +483,9 @@ def _with_fitting_tiles(geometry: BackwardGeometry) -> BackwardGeometry:
 
 
 def _needs_too_much(geometry: BackwardGeometry) -> bool:
-    """Returns True if the query heads that tiles visit at a time have twice the bytes that L2 holds.
+    """Returns True if the query heads that tiles visit at a time have more bytes than twice the L2 cache of an H100.
+
+    That is four times `schedule.L2`, which tiles may share.
 
     Tiles that take equally long are at the same query head at a time; others are at any of those that share their keys. For 4 x
     4096 causal tokens and 16 query heads of 128, forward and backward take, with tiles of all query heads and of single ones,
@@ -497,21 +500,22 @@ def _needs_too_much(geometry: BackwardGeometry) -> bool:
 
 def _with_cut_tiles(geometry: BackwardGeometry) -> BackwardGeometry:
     """Returns the geometry with tiles that are cut if it is done sooner, else with whole ones."""
-    costs, heads = geometry.costs(), geometry.query[1]
+    steps, heads = geometry.blocks_q, geometry.query[1]
     is_added = geometry.bias_gradient is BiasGradient.ADDED  # whose tiles come in an order of their own
-    takes_equally_long = 0 < costs[0] == min(costs) == max(costs)
-    if geometry.by_ticket or is_added or not takes_equally_long or geometry.n_tiles > schedule.MAX_SCHEDULED:
+    visits_all = not geometry.is_varying and set(geometry.costs()) == {steps}
+    if is_added or not visits_all or geometry.n_tiles > schedule.MAX_SCHEDULED:
         return geometry
-    at_once = geometry.multiprocessors // geometry.blocks_per_tile
-    cut = pl.cdiv(geometry.n_tiles % at_once, geometry.tiles_of_head)
+    blocks = replace(geometry, cut_heads=1).n_blocks
+    cut = pl.cdiv(geometry.n_tiles % blocks, geometry.tiles_of_head)
     cut = cut if cut <= heads else pl.cdiv(cut, heads) * heads  # of one entry of the batch, or of all heads of some
     if not cut:
         return geometry
-    found = replace(geometry, cut_heads=cut)
-    if found.n_tiles + found.n_cut * costs[0] >= 2**31:  # places in the line are int32
+    with_cuts = replace(geometry, cut_heads=cut)
+    if geometry.n_tiles + with_cuts.n_cut * steps >= 2**31:  # places in the line are int32
         return geometry
-    end = schedule.schedule_cut(costs[0], found.n_tiles, found.n_cut, found.n_blocks)[1]
-    return found if schedule.duration(geometry) > _LEAST_GAIN_OF_CUTS * (end + _steps_of_xla(geometry, cut)) else geometry
+    end = schedule.schedule_cut(steps, geometry.n_tiles, with_cuts.n_cut, blocks)[1]
+    is_sooner = schedule.duration(geometry) > _LEAST_GAIN_OF_CUTS * (end + _steps_of_xla(geometry, cut))
+    return with_cuts if is_sooner else geometry
 
 
 def _steps_of_xla(geometry: BackwardGeometry, heads: int) -> float:
