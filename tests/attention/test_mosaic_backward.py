@@ -1278,7 +1278,7 @@ def test_tiles_are_cut_where_blocks_of_threads_would_end_apart():
         ((4, 4096, 16, 16), whole | {"deterministic": True}, 0),
         ((4, 4096, 16, 16), whole | {"is_partial": True}, 0),
         ((4, 4096, 16, 16), whole | {"operands": {"query_lengths": lowering.shaped(4, dtype="int32")}}, 0),
-        ((1, 4096, 12, 12), {"keys": 2048, "window": (1024, 0)}, 0),  # tiles of one length that visit a part of the queries
+        ((1, 4096, 96, 96), {"keys": 256, "window": (3840, 0)}, 0),  # tiles of one length that visit a part of the queries
         ((1, 2048, 12, 12), {"window": (2048, None)}, 4),  # a window that hides nothing
     ]:
         plan = shaped_by_heads(*sizes, **options)
