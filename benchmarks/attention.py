@@ -613,8 +613,8 @@ def _of_jax_nn(call: Call, implementation: Literal["xla", "cudnn"]) -> Callable[
     return lambda q, k, v, *extras: attention(q, k, v, **call.arguments(*extras))
 
 
-_BLOCKS_KV = {64: (128, 256), 128: (64, 128), 256: (64,)}  # what shared memory holds two of
-_BLOCKS_BACKWARD = {64: (64, 128), 128: (64,), 256: (64,)}  # what registers hold, or nearly
+_BLOCKS_KV = {64: (128, 256), 128: (64, 128), 256: (64,)}  # shared memory has room for two such blocks
+_BLOCKS_BACKWARD = {64: (64, 128), 128: (64,), 256: (64,)}  # registers hold such a block, or nearly
 
 
 def _configs_of_pallas(call: Call) -> list[dict[str, Any]]:

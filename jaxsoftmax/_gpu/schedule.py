@@ -116,8 +116,8 @@ def schedule_cut(steps: int, tiles: int, cut: int, blocks: int) -> tuple[np.ndar
     def deal(end: float) -> tuple[list[list[int]], int]:
         """Returns the places where sections and their slices start and end, if no block works after `end`."""
         sections, place = [], 0
-        for own in whole:
-            room, section = end - len(own) * (steps + TILE_COST), [place]
+        for tiles_of_block in whole:
+            room, section = end - len(tiles_of_block) * (steps + TILE_COST), [place]
             while place < line and room >= TILE_COST + 1:
                 count = min(int(room - TILE_COST), steps - place % steps)
                 place, room = place + count, room - count - TILE_COST
@@ -129,10 +129,10 @@ def schedule_cut(steps: int, tiles: int, cut: int, blocks: int) -> tuple[np.ndar
     halves = range(int(2 * len(whole[0]) * tile), int(2 * (len(whole[0]) + cut) * tile) + 1)  # until the first block has it all
     end = halves[bisect.bisect_left(halves, line, key=lambda half: deal(half / 2)[1])] / 2
     sections = deal(end)[0]
-    table = np.zeros((blocks, 1 + max(len(own) + len(section) for own, section in zip(whole, sections, strict=True))), np.int32)
-    for row, own, section in zip(table, whole, sections, strict=True):
-        items = [*own, *(tiles + place for place in section)]
-        row[0], row[1 : 1 + len(items)] = len(items) - 1, items
+    rows = [[*whole[block], *(tiles + place for place in section)] for block, section in enumerate(sections)]
+    table = np.zeros((blocks, 1 + max(map(len, rows))), np.int32)
+    for entries, row in zip(table, rows, strict=True):
+        entries[0], entries[1 : 1 + len(row)] = len(row) - 1, row
     return table, end
 
 
@@ -152,11 +152,15 @@ class TiledGeometry:
 
     def _derive(self, n_tiles: int, blocks_per_tile: int = 1, n_cut: int = 0, **others: Any) -> None:
         """Sets the attributes that follow from the others. `blocks_per_tile` is the number of blocks that share a tile."""
-        n_blocks = max(1, self.multiprocessors // blocks_per_tile)
-        n_blocks = n_blocks if n_cut else min(n_blocks, n_tiles)
-        derived = others | {"n_tiles": n_tiles, "n_blocks": n_blocks, "blocks_per_tile": blocks_per_tile, "n_cut": n_cut}
+        derived = others | {"n_tiles": n_tiles, "blocks_per_tile": blocks_per_tile, "n_cut": n_cut}
         for name, value in derived.items():
             object.__setattr__(self, name, value)
+        object.__setattr__(self, "n_blocks", self.blocks_at_once if n_cut else min(self.blocks_at_once, n_tiles))
+
+    @property
+    def blocks_at_once(self) -> int:
+        """Number of blocks of threads, or clusters, that the GPU runs at a time."""
+        return max(1, self.multiprocessors // self.blocks_per_tile)
 
     def costs(self) -> tuple[int, ...]:
         """Counts the steps of each of the tiles of a head."""
@@ -184,13 +188,13 @@ def table(geometry: TiledGeometry) -> jax.Array | None:
     if geometry.n_tiles > MAX_SCHEDULED:
         return None
     costs = geometry.costs()
-    heads = geometry.n_tiles // len(costs)
+    heads, n_heads_at_once = geometry.n_tiles // len(costs), _n_heads_at_once(geometry, costs)
     if geometry.n_cut:
         numbers = schedule_cut(costs[0], geometry.n_tiles, geometry.n_cut, geometry.n_blocks)[0]
     elif geometry.by_ticket:
-        numbers = order(costs, heads, _n_heads_at_once(geometry))
+        numbers = order(costs, heads, n_heads_at_once)
     else:
-        numbers = schedule(costs, heads, _n_heads_at_once(geometry), geometry.n_blocks)
+        numbers = schedule(costs, heads, n_heads_at_once, geometry.n_blocks)
     return jax.jit(lambda: jnp.asarray(numbers))()
 
 
@@ -198,13 +202,12 @@ def duration(geometry: TiledGeometry) -> float:
     """Estimates the steps after which the last block of threads ends, if no tiles are cut."""
     costs = geometry.costs()
     heads = geometry.n_tiles // len(costs)
-    imbalance = _schedule_and_imbalance(costs, heads, _n_heads_at_once(geometry), geometry.n_blocks)[1]
+    imbalance = _schedule_and_imbalance(costs, heads, _n_heads_at_once(geometry, costs), geometry.n_blocks)[1]
     return imbalance * heads * (sum(costs) + TILE_COST * len(costs)) / geometry.n_blocks
 
 
-def _n_heads_at_once(geometry: TiledGeometry) -> int:
+def _n_heads_at_once(geometry: TiledGeometry, costs: tuple[int, ...]) -> int:
     """Returns the number of heads whose tiles are handed out together, so that all blocks of threads end together."""
-    costs = geometry.costs()
     at_once = geometry.n_heads_at_once(costs)
     if geometry.by_ticket or len(set(costs)) == 1:  # the order of equal tiles does not change when blocks end
         return at_once

@@ -389,10 +389,10 @@ def _summed_over_lanes(value, steps):
 
 
 def load_mask(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple[bool, bool]) -> list[jax.Array]:
-    """Loads a tile of a mask. The four threads that hold the same rows of a product share the work.
+    """Loads a tile of a mask. The four threads that hold the same two rows of a product share the work.
 
-    There are `2 * shape[1] / 32` words of 32 columns, those of a row before those of the row 8 below. Each thread loads every
-    fourth, in vectors as long as `ref` allows.
+    Words have 32 columns. The words of one row come first, then the words of the row 8 below: `2 * shape[1] / 32` in all. Each
+    thread loads every fourth word, in vectors as long as `ref` allows.
 
     Arguments are those of `load_product`. `ref` is bool, `col` a multiple of 32, and a tile has 64 or 128 columns.
 

@@ -187,6 +187,11 @@ class BackwardRole:
         rows, columns = self.geometry.parts
         return [consumer if rows > 1 else 0, CONSUMERS * self.rank + consumer if columns > 1 else 0]
 
+    def first_key(self, tile, consumer):
+        """Returns the first of the 64 keys of a tile that a consumer has. With `roles` both have the same."""
+        first = tile.block * self.geometry.block_kv
+        return first if self.geometry.config.roles else first + consumer * ROWS
+
     def add_to_bias(self, tile, consumer, head, block, slab) -> None:
         """Starts to add what a consumer staged, derivatives of scores for 64 queries, to that of the bias in global memory."""
         if not self.geometry.config.roles or consumer == CONSUMERS - 1:  # of roles, the second has them
@@ -196,7 +201,7 @@ class BackwardRole:
     def place_in_d_bias(self, tile, consumer, head, block, slab):
         """Returns the place of 64 queries and a consumer's 64 keys in the derivative of the bias."""
         geometry, d_bias = self.geometry, self.operands["dbias"]
-        first = tile.block * geometry.block_kv + (0 if geometry.config.roles else consumer * ROWS)
+        first = self.first_key(tile, consumer)
         rows = pl.ds(block * geometry.config.block_q + slab * ROWS, ROWS)
         return d_bias.ref.at[d_bias.entry(tile.b, head), rows, pl.ds(first, ROWS)]
 
@@ -359,8 +364,7 @@ class BackwardConsumer(BackwardRole):
 
     def __call__(self, tile, steps):
         """Computes and stores the sums of a tile; returns the number of steps so far."""
-        geometry, first = self.geometry, tile.block * self.geometry.block_kv
-        first = first if geometry.config.roles else first + self.index * ROWS
+        geometry, first = self.geometry, self.first_key(tile, self.index)
         scores = BackwardScores(self, tile, first, needs_segments=self.WEIGHS)
         total = geometry.heads_per_tile * tile.count
 
@@ -589,7 +593,7 @@ class BackwardConsumer(BackwardRole):
         """
         geometry, staged = self.geometry, self.memory["sums"].at[self.index]
         plgpu.barrier_arrive(self.memory["kv_empty"])
-        first = tile.block * geometry.block_kv + (0 if geometry.config.roles else self.index) * ROWS
+        first = self.first_key(tile, self.index)
         for entry, head, values in self._sums(tile, kept_factor, dv, dk):
             for start in range(0, geometry.size, width := staged.shape[1]):
                 self.await_staged()
@@ -599,7 +603,7 @@ class BackwardConsumer(BackwardRole):
                 plgpu.copy_smem_to_gmem(staged, target, reduction_op="add")
 
     def _sums(self, tile, kept_factor, dv, dk):
-        """Yields `(entry, head, sum)` of those of dV and dK that the consumer has; the place is that in `dk_dv`."""
+        """Yields entry and head in `dk_dv`, and values, of each of dV and dK that the consumer has."""
         geometry = self.geometry
         entry, entries, head = tile.b, math.prod(geometry.batch), tile.head
         if geometry.cut_heads:
@@ -611,7 +615,7 @@ class BackwardConsumer(BackwardRole):
     def _store_parts(self, tile, kept_factor, dv, dk):
         """Stores dV and dK in float32, from registers."""
         geometry, keys, out = self.geometry, self.geometry.key[0], self.refs["dk_dv"]
-        first = tile.block * geometry.block_kv + (0 if geometry.config.roles else self.index) * ROWS
+        first = self.first_key(tile, self.index)
         for entry, head, values in self._sums(tile, kept_factor, dv, dk):
             start = entry * (keys + -keys % 8) + first, head * geometry.size
             wgmma.store_product(out, *start, (keys - first, geometry.size), values)

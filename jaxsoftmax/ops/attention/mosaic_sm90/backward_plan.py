@@ -465,7 +465,7 @@ def _with_fitting_tiles(geometry: BackwardGeometry) -> BackwardGeometry:
 
     Tiles of all query heads that share keys are few and long. Some blocks of threads may end late: of 4 x 4096 causal tokens,
     16 query heads of 128 and one key head, after 1026 steps, and after 536 with tiles of single query heads. Or the tiles that
-    run at a time need more than L2 holds (`_needs_too_much`).
+    run at a time need more than L2 holds (`_exceeds_cache`).
 
     Tiles that take equally long end late if the blocks of threads do not divide their number: 4 x 4096 tokens, 16 heads of 128
     are 15.5 tiles a block of threads, and the last block ends after 1048 steps, and after 1018 if tiles of three heads are cut.
@@ -479,10 +479,10 @@ def _with_fitting_tiles(geometry: BackwardGeometry) -> BackwardGeometry:
         return geometry
     duration = schedule.duration(single) + _steps_of_xla(geometry, math.prod(geometry.batch) * geometry.key[1])
     is_sooner = schedule.duration(geometry) > _LEAST_GAIN_OF_SINGLE_HEADS * duration
-    return single if is_sooner or _needs_too_much(geometry) else geometry
+    return single if is_sooner or _exceeds_cache(geometry) else geometry
 
 
-def _needs_too_much(geometry: BackwardGeometry) -> bool:
+def _exceeds_cache(geometry: BackwardGeometry) -> bool:
     """Returns True if the query heads that tiles visit at a time have more bytes than twice the L2 cache of an H100.
 
     That is four times `schedule.L2`, which tiles may share.
@@ -505,7 +505,7 @@ def _with_cut_tiles(geometry: BackwardGeometry) -> BackwardGeometry:
     visits_all = not geometry.is_varying and set(geometry.costs()) == {steps}
     if is_added or not visits_all or geometry.n_tiles > schedule.MAX_SCHEDULED:
         return geometry
-    blocks = replace(geometry, cut_heads=1).n_blocks
+    blocks = geometry.blocks_at_once
     cut = pl.cdiv(geometry.n_tiles % blocks, geometry.tiles_of_head)
     cut = cut if cut <= heads else pl.cdiv(cut, heads) * heads  # of one entry of the batch, or of all heads of some
     if not cut:
