@@ -161,12 +161,6 @@ def named_barrier_arrive(_, barrier):
     utils.inline_ptx(f"bar.arrive $0, {2 * WARPS * WARP};", barrier.registers.item(), has_side_effects=True, convergent=True)
 
 
-@plgpu.inline_mgpu()
-def fence_writes(_):
-    """Orders what this thread has written to shared memory before what it does next, for all threads of the block."""
-    utils.inline_ptx("fence.acq_rel.cta;", has_side_effects=True)
-
-
 def meeting(barrier: int, warpgroups: int) -> Any:
     """Returns a function that waits for other warpgroups at `barrier`, the number of one of the hardware's 16.
 

@@ -28,6 +28,10 @@ Two blocks of threads that share a tile (head size 256) differ by at most a step
 The steps of all tiles are counted through: step `i` uses stage `i % stages`. A barrier is full when copies have landed, and
 empty when all have read them.
 
+A barrier does not keep loads from shared memory before the copy that it allows: ptxas arrives while they are in flight. Behind
+stores to global memory they took longer than the next copy, and one run in seven of float32 gradients had a wrong delta in the
+first step of some tile (H100). So consumers free a stage behind an instruction that needs what they loaded from it.
+
 Weights are made anew from the log-sum-exp. Rows of products are keys, columns queries. Limits, segments and masks are looked at
 while the products run, as loads take long.
 """
@@ -412,12 +416,16 @@ class BackwardConsumer(BackwardRole):
         return steps + pl.run_scoped(add_up, *(plgpu.ACC((ROWS, geometry.size), jnp.float32) for _ in self.SUMS))
 
     def bias(self) -> jax.Array:
-        """Loads the bias of a step from shared memory, where the next one may come then."""
+        """Loads the bias of a step from shared memory."""
         staged = self.memory["bias"].at[0 if self.geometry.config.roles else self.index]
         plgpu.barrier_wait(self.memory["bias_full"])
         slabs = [plgpu.load(staged.at[slab].T, layout=LAYOUT) for slab in range(staged.shape[0])]
-        plgpu.barrier_arrive(self.memory["bias_empty"])
         return jnp.concatenate(slabs, 1) if len(slabs) > 1 else slabs[0]
+
+    def free_bias(self) -> None:
+        """Says that the next bias may come to shared memory, behind an instruction that needs all weights."""
+        if self.geometry.config.stages_bias:
+            plgpu.barrier_arrive(self.memory["bias_empty"])
 
     def multiply_keys(self, s_acc, half, current) -> None:
         """Starts S' += K Q'."""
@@ -669,6 +677,7 @@ class HalfConsumer(BackwardConsumer):
         kept = scores.kept(current)
         p, rounded = lax.optimization_barrier((p, where_kept(kept, p).astype(geometry.dtype)))
         plgpu.wgmma(dv_acc, rounded, do)
+        self.free_bias()
         # Always true. With a branch between the weights and the other product ptxas does not compute them after it.
         if geometry.is_empty_early and not current.is_first:
             pl.when(current.index > 0)(self.await_staged)
@@ -695,12 +704,10 @@ class WeightsConsumer(BackwardConsumer):
     def step(self, scores, current, sums):
         memory, (dv_acc,) = self.memory, sums
         p, kept = pl.run_scoped(functools.partial(self._weigh, scores, current), plgpu.ACC(scores.shape, jnp.float32))
-        plgpu.barrier_arrive(memory["q_empty"].at[current.stage])
         self.weights(current.index)[...] = p
-        # The other consumer may wait already while the last stores are on their way. By PTX the barrier orders them. But a
-        # kernel with twice as many stores, two terms of each weight, had wrong values in the first steps of tiles (H100).
-        sync.fence_writes()
         sync.named_barrier_arrive(jnp.int32(_WEIGHTS))
+        plgpu.barrier_arrive(memory["q_empty"].at[current.stage])
+        self.free_bias()
         if self.geometry.adds_bias_in_turns:  # the other consumer has staged derivatives for the bias
             self.await_staged()
             self.give_to_adder(current.index)
@@ -750,7 +757,6 @@ class DerivativesConsumer(BackwardConsumer):
     def step(self, scores, current, sums):
         geometry, memory, (dk_acc,) = self.geometry, self.memory, sums
         dp = pl.run_scoped(functools.partial(self._multiply_values, scores, current), plgpu.ACC(scores.shape, jnp.float32))
-        plgpu.barrier_arrive(memory["do_empty"].at[current.stage_do])
         sync.named_barrier_sync(jnp.int32(_WEIGHTS))
         if geometry.passes_both:
             p = plgpu.load(memory["p_of_bias"], layout=LAYOUT)
@@ -764,6 +770,7 @@ class DerivativesConsumer(BackwardConsumer):
             sync.named_barrier_arrive(jnp.int32(_WEIGHTS_READ))
         self.await_other(current)
         self.share(0, ds, scores.tile, current)
+        plgpu.barrier_arrive(memory["do_empty"].at[current.stage_do])  # behind stores of what was made of delta
 
         def multiply(dq_acc):
             self.multiply_derivatives(dq_acc, current.index - 1)
