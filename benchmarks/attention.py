@@ -250,6 +250,7 @@ def _calls(tokens: int, hidden: int) -> list[Call]:
     usual = call(4096, 128)
     wide = replace(usual, heads=4 * usual.heads)
     long = call(TOKENS, 128, causal=True)
+    of_float32 = [replace(cell, dtype="float32") for cell in (usual, replace(usual, causal=True), call(4096, 64))]
     more = [
         *(
             replace(wide, key_heads=key_heads, causal=causal)
@@ -265,7 +266,7 @@ def _calls(tokens: int, hidden: int) -> list[Call]:
         *(replace(usual, extras=(name,)) for name in ("sinks", "key_lengths", "bias")),
         call(4096, 80),
         call(4096, 192, value_size=128),
-        *(replace(cell, dtype="float32") for cell in (usual, replace(usual, causal=True), call(4096, 64))),
+        *of_float32,
         replace(usual, dtype="float16"),
     ]
     backward = [
@@ -274,7 +275,7 @@ def _calls(tokens: int, hidden: int) -> list[Call]:
         replace(long, window=min(WINDOW, long.length // 16)),
         *(replace(usual, extras=(name,)) for name in ("causal_mask", "key_lengths", "bias")),
         replace(usual, dtype="float16"),
-        *(replace(usual, dtype="float32", causal=causal) for causal in (False, True)),
+        *of_float32,
         *grid((4096,), deterministic=True),
     ]
     tangents = grid(sorted({min(length, most) for length in LENGTHS_TANGENTS}), tangents=True)
@@ -447,7 +448,7 @@ def _truths_of_keys(call: Call, inputs: Sequence[Any], b: int, key_head: int, at
     """The gradients of some keys and values of one key head, which come from all queries that it serves.
 
     Budgets are those of the oracle. What is the same for a whole query, as its log-sum-exp, is of float32: what that misses is
-    lost beside the rounding of 16 bits. There is no soft cap, mask or sink.
+    lost beside the rounding of 16 bits, or beside the error of three products. There is no soft cap, mask or sink.
     """
     query, key, value, *extras, dout = inputs
     extra = dict(zip(call.extras, extras, strict=True))
@@ -456,7 +457,8 @@ def _truths_of_keys(call: Call, inputs: Sequence[Any], b: int, key_head: int, at
         high = np.minimum(high, int(extra["key_lengths"][b]))
     keys, values = (_of_head(a, b, key_head) for a in (key, value))
     k, v = (oracle.to64(a)[at] for a in (keys, values))
-    narrow, scale = oracle.half_unit(keys.dtype), call.head_size**-0.5
+    product = attention_oracle.THREE_PRODUCTS if call.dtype == "float32" else 0.0
+    narrow, scale = oracle.half_unit(keys.dtype) + product, call.head_size**-0.5
     seen = (at >= low[:, None]) & (at < high[:, None])
     results = [np.zeros(array.shape) for array in (k, k, v, v)]
     group = call.heads // key.shape[2]
@@ -466,10 +468,11 @@ def _truths_of_keys(call: Call, inputs: Sequence[Any], b: int, key_head: int, at
         of_rows = _of_rows(queries, keys, values, douts, bias, low, high, scale)
         lse, delta, delta_size = (oracle.to64(array)[:, None] for array in of_rows)
         q, do, added = oracle.to64(queries), oracle.to64(douts), 0.0 if bias is None else oracle.to64(bias[:, at])
-        s, size = scale * q @ k.T + added, scale * np.abs(q) @ np.abs(k).T + np.abs(added)
+        s, size = scale * q @ k.T + added, scale * np.abs(q) @ np.abs(k).T
+        missed, size = product * size, size + np.abs(added)
         p = np.exp(np.where(seen, s - lse, -np.inf))
         # Twice, as its denominator errs too.
-        unit = 2 * (8 + 3 * np.abs(s - lse) + 8 * size) * oracle.EPS + narrow
+        unit = 2 * ((8 + 3 * np.abs(s - lse) + 8 * size) * oracle.EPS + missed) + narrow
         ds, dp_size = p * (do @ v.T - delta), np.abs(do) @ np.abs(v).T
         ds_error = p * (unit * (dp_size + 2 * delta_size) + narrow * delta_size)
         terms = (scale * ds, q), (scale * ds_error, np.abs(q)), (p, do), (p * unit, np.abs(do))

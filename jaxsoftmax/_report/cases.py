@@ -361,7 +361,8 @@ def _attention(
         results = list(attention_truth.attention(**arguments))
         if cotangents is not None:
             dlse = np.where(np.isneginf(results[1].value), 0, cotangents[1])  # nothing moves an lse of -inf
-            tight = ran.get("dot_product_attention_vjp") in KERNELS and not is_wide
+            kernel = ran.get("dot_product_attention_vjp")
+            tight = kernel == "mosaic" or (kernel in KERNELS and not is_wide)  # for which that budget was derived
             expected = attention_truth.cotangents(cotangents[0], dlse, **arguments, tight=tight)
             results += [expected[name] for name in _MOVING if name in arrays]
         return results

@@ -33,7 +33,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.backward_pipeline import BackwardRole,
 from jaxsoftmax.ops.attention.mosaic_sm90.common import HOST
 
 from ..support import cases, kernels, oracle
-from ..support.attention import lowering
+from ..support.attention import interpreted, lowering
 from ..support.attention import values as forward
 from ..support.attention.gradients import assert_right, cotangents_like, pull_of
 from ..support.attention.values import MOVING, case, random, segments, split
@@ -272,9 +272,19 @@ SOME += [f"bias {shape} float32" for shape in ["(1,4,130,201)", "(2,4,1,200)", "
 SOME += [f"bias {shape} bfloat16" for shape in ["(2,1,130,201)", "(130,200)", "(4,1,1)"]]
 
 
-def check_case(kind, **more):
+def has_float32(kind):
+    """Tells by its name whether the head sizes of a case are at most 128, as those of float32 are."""
+    sizes = itertools.chain(*re.findall(r"sizes? (\d+)(?: and (\d+))?", kind))
+    return max(map(int, filter(None, sizes)), default=0) <= 128
+
+
+def of_float32(kinds):
+    return [kind for kind in kinds if has_float32(kind)]
+
+
+def check_case(kind, dtype=None, **more):
     make, index = CASES[kind], list(CASES).index(kind)
-    given, options = make(DTYPES[index % 2])
+    given, options = make(dtype or DTYPES[index % 2])
     return check("mosaic", given, options | more)
 
 
@@ -288,23 +298,28 @@ DETERMINISTIC += ["bias (1,4,130,201) float32", "bias (2,1,130,201) bfloat16", "
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("kind", "deterministic"), [(kind, False) for kind in EACH_KIND] + [(kind, True) for kind in DETERMINISTIC]
+    ("kind", "deterministic", "dtype"),
+    [(kind, False, None) for kind in EACH_KIND]
+    + [(kind, True, None) for kind in DETERMINISTIC]
+    + [(kind, False, "float32") for kind in of_float32(EACH_KIND)]
+    + [(kind, True, "float32") for kind in of_float32(DETERMINISTIC)],
 )
-def test_one_of_each_kind(kind, deterministic):
-    check_case(kind, deterministic=deterministic)
+def test_one_of_each_kind(kind, deterministic, dtype):
+    check_case(kind, dtype, deterministic=deterministic)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "dtype"),
     [
-        pytest.param(kind, marks=[] if kind in SOME or kind in OWN else pytest.mark.slow)
-        for kind in CASES
+        pytest.param(kind, dtype, marks=[] if kind in (OWN if dtype else {*SOME, *OWN}) else pytest.mark.slow)
+        for dtype in (None, "float32")
+        for kind in (of_float32(CASES) if dtype else CASES)
         if kind not in EACH_KIND
     ],
 )
-def test_native_cotangents_in_many_shapes(kind):
-    check_case(kind)
+def test_native_cotangents_in_many_shapes(kind, dtype):
+    check_case(kind, dtype)
 
 
 def cut(kind):
@@ -334,10 +349,15 @@ def test_native_cotangents_of_tiles_that_are_cut(kind):
 @pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("multiprocessors", [132, 2])  # of which two get waves of blocks of threads, if deterministic
-@pytest.mark.parametrize("sizes", [(72, 40, 250), (64, 64, 77), (256, 200, 250), (128, 128, 512), (36, 50, 250)], ids=str)
-def test_native_parts_of_sums_are_the_sums_before_they_are_rounded(sizes, multiprocessors, deterministic):
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [(sizes, "bfloat16") for sizes in [(72, 40, 250), (64, 64, 77), (256, 200, 250), (128, 128, 512), (36, 50, 250)]]
+    + [(sizes, "float32") for sizes in [(64, 64, 77), (128, 128, 512), (36, 50, 250)]],
+    ids=str,
+)
+def test_native_parts_of_sums_are_the_sums_before_they_are_rounded(sizes, dtype, multiprocessors, deterministic):
     size, value_size, keys = sizes
-    given = forward.arrays(length=130, keys=keys, size=size, value_size=value_size, dtype="bfloat16")
+    given = forward.arrays(length=130, keys=keys, size=size, value_size=value_size, dtype=dtype)
     target = dataclasses.replace(HOPPER, multiprocessors=multiprocessors)
     options = {"scale": 0.1, "window": (None, None), "soft_cap": None, "dropout_rate": 0.0}
     given = {name: jnp.asarray(array) for name, array in given.items()}
@@ -366,11 +386,12 @@ def calls(draw):
     batch = draw(st.sampled_from([(), (2,), (1, 2)]))
     length, keys = draw(st.integers(1, 300)), draw(st.integers(1, 300))
     key_heads, groups = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 3]))
-    sizes = st.sampled_from([8, 36, 64, 72, 128, 192, 256])
+    dtype = draw(st.sampled_from((*DTYPES, "float32")))
+    sizes = st.sampled_from([8, 36, 64, 72, 128] + [192, 256] * (dtype != "float32"))
     size, value_size = draw(sizes), draw(sizes)
     heads, rng = key_heads * groups, np.random.default_rng(seed)
     shapes = {"batch": batch, "length": length, "keys": keys, "heads": heads, "key_heads": key_heads}
-    array_options = {"size": size, "value_size": value_size, "seed": seed, "dtype": draw(st.sampled_from(DTYPES))}
+    array_options = {"size": size, "value_size": value_size, "seed": seed, "dtype": dtype}
     given, options = forward.arrays(**shapes, **array_options), {}
     for kind in ("mask", "bias"):
         if draw(yes):
@@ -404,6 +425,47 @@ def test_native_kernels_take_random_combinations(call):
 @given(call=forward.calls())
 def test_the_reference_is_within_the_budget_of_random_combinations(call):
     check("xla", *call)
+
+
+# Interpreted, without a GPU.
+
+SQUARE = {"batch": (), "length": 128, "keys": 128, "heads": 2, "key_heads": 1}
+INTERPRETED = {
+    "causal": case(SQUARE, is_causal=True),
+    "bias, soft cap": case(SQUARE, lambda: {"bias": random((2, 128, 128), "bias")}, logits_soft_cap=5.0),
+    "bias": case(SQUARE, lambda: {"bias": random((1, 128, 128), "bias")}, is_causal=True),
+}
+
+
+EVERY_INTERPRETED = [
+    (kind, size, dtype, deterministic)
+    for kind, deterministic in itertools.product(INTERPRETED, (False, True))
+    for size, dtype in [(64, "float32"), (128, "float32"), (64, "bfloat16"), (128, "bfloat16"), (256, "bfloat16")]
+    if (kind, size) != ("causal", 256)  # two blocks of threads share a tile there
+]
+SOME_INTERPRETED = [
+    ("causal", 64, "float32", True),
+    ("bias, soft cap", 64, "float32", False),
+    ("causal", 128, "float32", False),
+]
+SOME_INTERPRETED += [("bias, soft cap", 128, "float32", True), ("bias", 256, "bfloat16", False)]
+
+
+@pytest.mark.parametrize("call", quick(EVERY_INTERPRETED, SOME_INTERPRETED), ids=str)
+def test_interpreted_cotangents(call):
+    kind, size, dtype, deterministic = call
+    given, options = INTERPRETED[kind](dtype)
+    given |= forward.arrays(**SQUARE, size=size, dtype=dtype)
+    moving, fixed = split(given)
+    out, lse = forward.function(options, fixed, "xla")(moving)
+    dout, dlse = cotangents_like((out, lse))
+    names = {"out": out, "lse": jnp.swapaxes(lse, -1, -2), "d_out": dout, "d_lse": jnp.swapaxes(dlse, -1, -2)}
+    params = {"scale": size**-0.5, "window": (None, 0 if "is_causal" in options else None), "dropout_rate": 0.0}
+    params |= {"soft_cap": options.get("logits_soft_cap"), "precision": "high", "wanted": tuple(moving)}
+    target = dataclasses.replace(HOPPER, multiprocessors=1)
+    operands = {name: jnp.asarray(array) for name, array in (given | names).items()}
+    found = interpreted.cotangents(target, operands, **params, deterministic_gradients=deterministic)
+    assert_right("mosaic", dict(zip(moving, found, strict=True)), given, options, dout, dlse, lse)
 
 
 # Cotangents of one result alone, of some operands alone, and of rows that see nothing.
@@ -534,9 +596,13 @@ LARGE = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", LARGE)
-def test_native_deterministic_bits_are_the_same_every_time(kind, monkeypatch):
-    given, options = LARGE[kind]("bfloat16")
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [(kind, "bfloat16") for kind in LARGE]
+    + [(kind, "float32") for kind in ("causal", "segments and lengths", "bias", "bias of heads", "dropout")],
+)
+def test_native_deterministic_bits_are_the_same_every_time(kind, dtype, monkeypatch):
+    given, options = LARGE[kind](dtype)
     moving, fixed = split(given)
     f = forward.function(options, fixed, "mosaic")
     args = moving, cotangents_like(jax.eval_shape(f, moving))
@@ -702,6 +768,7 @@ def test_kernels_are_told_which_blocks_a_mask_shows_that_heads_share(mask, batch
 
 
 CONFIGURATIONS = [(64, 64), (128, 128), (256, 256)]
+CONFIGURATIONS_OF_FLOAT32 = CONFIGURATIONS[:2]
 # Most of the others are in `lowering.EVERYTHING`. The slow ones have one feature each.
 SEVERAL = [("causal", "lengths", "bias of heads"), ("segments", "bias of 16 bits")]
 
@@ -716,10 +783,14 @@ def test_every_feature_lowers_for_cuda(features):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lengths", lowering.LENGTHS)
-@pytest.mark.parametrize("sizes", CONFIGURATIONS, ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [(sizes, "bfloat16") for sizes in CONFIGURATIONS] + [(sizes, "float32") for sizes in CONFIGURATIONS_OF_FLOAT32],
+    ids=str,
+)
 @pytest.mark.parametrize("feature", lowering.FEATURES)
-def test_every_feature_lowers_for_cuda_in_every_configuration(feature, sizes, lengths):
-    given, options = lowering.with_features([feature], sizes, lowering.LENGTHS[lengths])
+def test_every_feature_lowers_for_cuda_in_every_configuration(feature, sizes, dtype, lengths):
+    given, options = lowering.with_features([feature], sizes, lowering.LENGTHS[lengths], dtype)
     lower(given, **options)
     if "bias" not in feature:
         lower(given, deterministic_gradients=True, **options)
@@ -732,17 +803,26 @@ def test_every_configuration_lowers_for_cuda(sizes):
     lower(given, **options)
 
 
-@pytest.mark.parametrize("sizes", quick(lowering.SIZES, CONFIGURATIONS[2:]), ids=str)
-def test_every_configuration_lowers_for_cuda_with_everything(sizes):
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [(sizes, "bfloat16") for sizes in CONFIGURATIONS[2:]]
+    + [(sizes, "float32") for sizes in CONFIGURATIONS_OF_FLOAT32]
+    + [pytest.param(sizes, "bfloat16", marks=pytest.mark.slow) for sizes in lowering.SIZES if sizes != (256, 256)],
+    ids=str,
+)
+def test_every_configuration_lowers_for_cuda_with_everything(sizes, dtype):
     index = lowering.SIZES.index(sizes)
-    given, options = lowering.with_features(lowering.EVERYTHING, sizes, [*lowering.LENGTHS.values()][1 - index % 2])
+    given, options = lowering.with_features(lowering.EVERYTHING, sizes, [*lowering.LENGTHS.values()][1 - index % 2], dtype)
     lower(given, **options)
 
 
-def test_every_configuration_is_that_of_a_size_that_is_lowered():
-    every = range(8, 257, 8)
-    found = {backward_plan.backward_config(*sizes)[1] for sizes in itertools.product(every, every)}
-    assert found == {backward_plan.backward_config(*sizes)[1] for sizes in CONFIGURATIONS}
+@pytest.mark.parametrize("passes_both", [False, True])
+@pytest.mark.parametrize(("dtype", "sizes"), [("bfloat16", CONFIGURATIONS), ("float32", CONFIGURATIONS_OF_FLOAT32)])
+def test_every_configuration_is_that_of_a_size_that_is_lowered(dtype, sizes, passes_both):
+    every = range(8, max(sizes)[0] + 1, 8)
+    configure = functools.partial(backward_plan.backward_config, dtype=jnp.dtype(dtype), passes_both=passes_both)
+    found = {configure(*pair)[1] for pair in itertools.product(every, every)}
+    assert found == {configure(*pair)[1] for pair in sizes}
     for config in found:
         less, more = config.registers
         assert 128 * (less + backward_plan.CONSUMERS * more) <= 65536
@@ -863,14 +943,19 @@ def test_export_of_symbolic_shapes_holds_the_reference():
 
 sides = st.none() | st.integers(0, 40) | st.integers(0, 700)
 lengths = st.integers(1, 700)
-configs = st.sampled_from([backward_plan.backward_config(size, size)[1] for size, _ in CONFIGURATIONS])
+CONFIGS = [
+    (size, dtype, backward_plan.backward_config(size, size, jnp.dtype(dtype))[1])
+    for dtype, sizes in (("bfloat16", CONFIGURATIONS), ("float32", CONFIGURATIONS_OF_FLOAT32))
+    for size, _ in sizes
+]
+configs = st.sampled_from([config for *_, config in CONFIGS])
 
 
 NO_BIAS = backward_plan.BiasGradient.NONE
 
 
 def plan_of(length, keys, window, config, batch=(1,), names=()):
-    size = next(size for size, _ in CONFIGURATIONS if backward_plan.backward_config(size, size)[1] == config)
+    size, dtype = next((size, dtype) for size, dtype, other in CONFIGS if other == config)
     return backward_plan.BackwardGeometry(
         batch=batch,
         query=(length, 4, size),
@@ -879,7 +964,7 @@ def plan_of(length, keys, window, config, batch=(1,), names=()):
         window=window,
         soft_cap=None,
         dropout_rate=0.0,
-        dtype=jnp.dtype(jnp.bfloat16),
+        dtype=jnp.dtype(dtype),
         names=frozenset(names),
         multiprocessors=132,
         bias_gradient=NO_BIAS,
@@ -928,11 +1013,15 @@ def test_tiles_of_a_head_are_handed_out_in_the_order_of_turns(length, keys, wind
 @pytest.mark.parametrize("taken", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("bias_gradient", backward_plan.BiasGradient)
-@pytest.mark.parametrize("size", backward_plan.SIZES)
-def test_shared_memory_has_room(size, bias_gradient, deterministic, taken):
-    plan = plan_of(300, 300, (None, None), backward_plan.backward_config(size, size)[1])
-    more = {"is_deterministic": deterministic, "is_varying": taken, "bias_gradient": bias_gradient}
+@pytest.mark.parametrize(("size", "dtype"), [(size, dtype) for size, dtype, _ in CONFIGS])
+def test_shared_memory_has_room(size, dtype, bias_gradient, deterministic, taken):
+    config = backward_plan.backward_config(size, size, jnp.dtype(dtype))[1]
+    plan = plan_of(300, 300, (None, None), config)
+    derives_bias = bias_gradient is not NO_BIAS
+    config = backward_plan.backward_config(size, size, plan.dtype, passes_both=derives_bias)[1]
+    more = {"is_deterministic": deterministic, "is_varying": taken, "bias_gradient": bias_gradient, "config": config}
     plan = dataclasses.replace(plan, soft_cap=5.0, **more)
+    assert plan.scratch()["sums"].shape[-1] == 64 or not derives_bias  # tiles of a bias go through it
     total = 0
     for spec in plan.scratch().values():
         if isinstance(spec, plgpu.Barrier | plgpu.ClusterBarrier):
@@ -963,9 +1052,9 @@ def pairless(config):
     return dataclasses.replace(config, pairs=False)
 
 
-def planned(bias, dtype="bfloat16", size=64, **options):
-    """Returns the geometry for a bias of a shape, with 2 batch entries, 4 heads, 300 queries and 301 keys."""
-    given = lowering.operands((2, 1), 300, 301, size=size) | {"bias": lowering.shaped(*bias, dtype=dtype)}
+def planned(bias, dtype="bfloat16", size=64, of="bfloat16", **options):
+    """Returns the geometry for a bias of a shape, with 2 batch entries, 4 heads, 300 queries and 301 keys, `of` a dtype."""
+    given = lowering.operands((2, 1), 300, 301, size=size, dtype=of) | {"bias": lowering.shaped(*bias, dtype=dtype)}
     options = {"soft_cap": None, "is_deterministic": False} | options
     fixed = {"scale": 0.1, "window": (None, None), "dropout_rate": 0.0}
     return backward_plan.shape_backward(given, HOPPER, ("query", "bias"), **fixed, **options)
@@ -976,6 +1065,7 @@ def test_how_the_gradient_of_a_bias_is_written():
     for bias, options, expected in [
         (whole, {}, "STORED"),
         (whole, {"dtype": "float32"}, "ADDED"),
+        (whole, {"dtype": "float32", "of": "float32"}, "ADDED"),
         (whole, {"soft_cap": 5.0}, "ADDED"),
         (whole, {"is_partial": True}, "ADDED"),
         (whole, {"is_deterministic": True}, "STORED"),
@@ -994,9 +1084,10 @@ def test_a_bias_is_staged_where_shared_memory_has_room(size):
         ((1, 1, 1, 300, 301), {}, True),
         ((1, 1, 1, 300, 301), {"is_deterministic": True}, size != 64),
         ((2, 1, 4, 300, 301), {"dtype": "float32"}, False),
+        ((2, 1, 4, 300, 301), {"dtype": "float32", "of": "float32", "size": min(size, 128)}, False),
         ((2, 1, 4, 1, 301), {}, False),
     ]:
-        plan = planned(bias, size=size, **options)
+        plan = planned(bias, **{"size": size} | options)
         assert plan.config.stages_bias is expected, (bias, options)
         assert plan.shared_memory <= HOPPER.shared_memory
 
@@ -1150,20 +1241,29 @@ def test_spans_of_operands_hold_all_that_is_seen_and_turns_count_who_came_before
 
 
 @pytest.mark.parametrize(
-    ("size", "deterministic", "words"),
+    ("size", "dtype", "deterministic", "words"),
     [
         (
             64,
+            "bfloat16",
             False,
             "tiles of 128 keys by 128 queries, 3 stages of queries, 2 of output cotangents, 2 consumer warpgroups, each",
         ),
-        (256, True, "tiles of 128 keys by 64 queries, 2 stages of queries, 1 of output cotangents, 2 consumer warpgroups, one"),
+        (
+            256,
+            "bfloat16",
+            True,
+            "tiles of 128 keys by 64 queries, 2 stages of queries, 1 of output cotangents, 2 consumer warpgroups, one",
+        ),
+        (64, "float32", False, "tiles of 128 keys by 64 queries, 2 stages of queries, 2 of output cotangents, 2 consumer"),
+        (128, "float32", False, "tiles of 64 keys by 64 queries, 2 stages of queries, 1 of output cotangents, 2 consumer"),
     ],
 )
-def test_plans_say_how_kernels_run(size, deterministic, words):
-    plan = dataclasses.replace(
-        plan_of(300, 300, (None, None), backward_plan.backward_config(size, size)[1]), is_deterministic=deterministic
-    )
+def test_plans_say_how_kernels_run(size, dtype, deterministic, words):
+    config = backward_plan.backward_config(size, size, jnp.dtype(dtype))[1]
+    plan = dataclasses.replace(plan_of(300, 300, (None, None), config), is_deterministic=deterministic)
+    assert ("operands split before" in plan.describe()) == (dtype == "float32")
+    assert ("half of the keys and their dQ" in plan.describe()) == ((size, dtype) == (64, "float32"))
     assert plan.describe().startswith(words)
     assert plan.describe().endswith("in the order of turns") == deterministic
 
@@ -1356,7 +1456,7 @@ CHOICES = lowering.CHOICES
 
 @CHOICES
 @pytest.mark.parametrize("implementation", [None, "mosaic"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, "float32"])
 def test_the_kernel_is_chosen(dtype, implementation):
     given = lowering.operands(dtype=dtype) | {"bias": lowering.shaped(4, 1, 300, dtype="float32")}
     assert decisions(given, implementation=implementation) == (["mosaic", "mosaic"], None)
@@ -1391,8 +1491,6 @@ REFUSALS = {
         {},
         f"at most {LONG} keys with a bias or a mask, got {LONG + 1}",
     ),
-    "float32": (lowering.operands(dtype="float32"), {}, "float32"),
-    "float32, deterministic": (lowering.operands(dtype="float32"), {"deterministic_gradients": True}, "float32"),
     "head size 257": (lowering.operands(size=257), {}, "derivatives of head sizes above 256 have no kernel, got 257"),
     "value size 512": (lowering.operands(value_size=512), {}, "derivatives of head sizes above 256 have no kernel, got 512"),
     **{
@@ -1420,7 +1518,7 @@ def test_what_is_not_served_is_said_in_words(kind):
     assert implementations == ["mosaic", "xla"]
     assert re.search(words, reason)
     # Where it has none at all, a forced implementation leaves them to the reference.
-    if kind.startswith(("float32", "head size", "value size")):
+    if kind.startswith(("head size", "value size")):
         assert decisions(given, **options, implementation="mosaic")[0] == ["mosaic", "xla"]
         return
     with pytest.raises(NotImplementedError, match=f"dot_product_attention_vjp: .* cannot run: .*{words}"):
@@ -1445,6 +1543,15 @@ SERVED = {
     "whole bias, deterministic": (biased((2, 4, 300, 301)), {"deterministic_gradients": True}),
     "whole bias of one batch entry, deterministic": (biased((4, 300, 301), (1,)), {"deterministic_gradients": True}),
     "whole bias without a batch, deterministic": (biased((4, 300, 301), ()), {"deterministic_gradients": True}),
+    **{
+        f"float32, size {size}{', deterministic' * deterministic}": (
+            lowering.operands(size=size, dtype="float32"),
+            {"deterministic_gradients": deterministic},
+        )
+        for size in (36, 64, 100, 128)
+        for deterministic in (False, True)
+    },
+    "bias and soft cap, float32": (biased((4, 300, 301), size=128, dtype="float32"), {"logits_soft_cap": 5.0}),
     "bias and soft cap, size 128": (biased((4, 1, 301), size=128), {"logits_soft_cap": 5.0}),
     "bias and soft cap, size 256": (biased((2, 4, 300, 301), size=256), {"logits_soft_cap": 5.0}),
     "soft cap, size 256": (lowering.operands(size=256), {"logits_soft_cap": 5.0}),
@@ -1458,9 +1565,7 @@ def test_what_is_served(kind):
     assert decisions(given, **options) == (["mosaic", "mosaic"], None)
 
 
-@pytest.mark.parametrize(
-    "kind", [kind for kind, (given, *_) in lowering.REFUSALS.items() if given["query"].dtype != np.float32]
-)
+@pytest.mark.parametrize("kind", lowering.REFUSALS)
 @CHOICES
 def test_what_the_forward_pass_refuses_derivatives_refuse_too(kind):
     given, options, words = lowering.REFUSALS[kind]

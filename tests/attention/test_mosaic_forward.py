@@ -30,8 +30,8 @@ from jaxsoftmax.ops.attention import dropout, key_blocks, primitive
 from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
 from jaxsoftmax.ops.attention.mosaic_sm90 import common, forward, forward_plan
 from jaxsoftmax.ops.attention.mosaic_sm90.backward import BackwardPlan
-from jaxsoftmax.ops.attention.mosaic_sm90.common import HOST, ROWS, GlobalOperand, batch_index
-from jaxsoftmax.ops.attention.mosaic_sm90.forward_formats import TermSlots, load_page_numbers, split_terms
+from jaxsoftmax.ops.attention.mosaic_sm90.common import HOST, ROWS, GlobalOperand, batch_index, split_terms
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_formats import TermSlots, load_page_numbers
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_pipeline import ForwardScores
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import (
     FoldedRows,
@@ -201,6 +201,17 @@ def test_terms_of_float32(is_jitted):
         assert not term[..., 50:].any()
 
 
+def test_products_of_terms():
+    rng = np.random.default_rng(0)
+    left, right = (rng.standard_normal((8, 1, 64)).astype(np.float32) for _ in range(2))
+    of_left, of_right = ([oracle.to64(term)[:, 0] for term in split_terms(x, 64)] for x in (left, right))
+    total = sum(a @ b.T for a, b in common.pair_terms(of_left, of_right))
+    left, right = (oracle.to64(x)[:, 0] for x in (left, right))
+    error = np.abs(total - left @ right.T) / (np.abs(left) @ np.abs(right).T)
+    assert np.all(error <= attention_oracle.THREE_PRODUCTS)
+    assert common.pair_terms([1], [2]) == [(1, 2)]
+
+
 @pytest.mark.parametrize("size", [64, 50])
 def test_consumers_split_their_queries(size, monkeypatch):
     """Both terms of 128 rows of a head, one from a slot; rows and columns beyond the ends are 0."""
@@ -305,6 +316,8 @@ def test_what_does_not_fit_into_shared_memory_is_refused():
         (("causal", "lengths", "sinks"), (64, 64), (128, 128), "deterministic"),
         (("causal",), (256, 256), (256, 256), "gradient"),
         pytest.param(("lengths",), (256, 192), (256, 256), "forward", marks=pytest.mark.slow),
+        (("causal",), (128, 128), (256, 256), "gradient of float32"),
+        pytest.param(EVERYTHING, (64, 64), (300, 301), "gradient of float32", marks=pytest.mark.slow),
         pytest.param(EVERYTHING, (256, 256), (300, 301), "gradient", marks=pytest.mark.slow),
         pytest.param(EVERYTHING, (128, 128), (300, 301), "gradient", marks=pytest.mark.slow),
     ],
@@ -330,7 +343,7 @@ def test_plans_know_how_much_shared_memory_mosaic_takes_and_it_leaves_the_named_
 
     monkeypatch.setattr(schedule, "bytes_of", noted)
     monkeypatch.setattr(core, "_smem_tree_size", counted)
-    given, options = with_features(names, sizes, lengths, "float32" if kind == "float32" else "bfloat16")
+    given, options = with_features(names, sizes, lengths, "float32" if "float32" in kind else "bfloat16")
     if kind == "int8":
         given |= {name: shaped(*given[name].shape, dtype="int8") for name in ("key", "value")}
         given |= dict.fromkeys(("key_scale", "value_scale"), shaped(2, dtype="float32"))
@@ -339,7 +352,7 @@ def test_plans_know_how_much_shared_memory_mosaic_takes_and_it_leaves_the_named_
         return forced(**given, **moving, **options, deterministic_gradients=kind == "deterministic").astype(jnp.float32).sum()
 
     moving = {name: given.pop(name) for name in ("query", "key", "value", "bias") if name in given}
-    is_gradient = kind in ("gradient", "deterministic")
+    is_gradient = kind.startswith(("gradient", "deterministic"))
     found = kernels.with_modules(jax.grad(call) if is_gradient else call, moving, given, see=kernels.named_barriers)
     assert len(planned) == len(found) == 1 + is_gradient
     assert taken == planned
@@ -1068,8 +1081,7 @@ def test_steps_before_the_last_come_in_waves_but_not_those_that_fold_queries(len
 @pytest.mark.parametrize(("dtype", "size", "value_size"), PARTS)
 def test_rows_that_go_on_from_other_keys_are_within_the_budget_of_all(dtype, size, value_size, soft_cap, multiprocessors):
     given = values.arrays(length=130, keys=231, size=size, value_size=value_size, dtype=dtype)
-    has_gradients = dtype != "float32" and max(size, value_size) <= 256
-    wanted = ("query", "key", "value") if has_gradients else ()
+    wanted = ("query", "key", "value") if max(size, value_size) <= 256 else ()
     target, has_offset = replace(HOPPER, multiprocessors=multiprocessors), multiprocessors == 2
     values.check_parts("mosaic", mosaic, given, soft_cap, wanted=wanted, has_offset=has_offset, target=target)
 
@@ -1082,7 +1094,7 @@ def test_rows_go_on_from_other_keys_that_are_split_before(size, value_size, mult
     monkeypatch.setattr(forward_plan, "LEAST_ROWS_TO_SPLIT", 1)
     given = values.arrays(length=130, keys=231, size=size, value_size=value_size)
     target, has_offset = replace(HOPPER, multiprocessors=multiprocessors), multiprocessors == 2
-    values.check_parts("mosaic", mosaic, given, None, wanted=(), has_offset=has_offset, target=target)
+    values.check_parts("mosaic", mosaic, given, None, has_offset=has_offset, target=target)
 
 
 @pytest.mark.gpu

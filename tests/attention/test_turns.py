@@ -27,10 +27,14 @@ from ..support.emulator import emulated
 brute_force = settings(max_examples=60, deadline=None, derandomize=True)
 sides = st.none() | st.integers(0, 40) | st.integers(0, 700)
 lengths = st.integers(1, 700)
+KINDS = [*((size, "bfloat16") for size in SIZES), (64, "float32"), (128, "float32")]  # head sizes and dtypes
+kinds = st.sampled_from(KINDS)
 running, blocks, waves = st.integers(1, 5), st.integers(1, 9), st.integers(1, 4)
 
 
-def plan_of(length, keys, window, size, heads, *, deterministic=True, varying=False, soft_cap=None):
+def plan_of(length, keys, window, kind, heads, *, deterministic=True, varying=False, soft_cap=None):
+    size, dtype = kind
+    dtype, passes_both = jnp.dtype(dtype), soft_cap is not None
     return BackwardGeometry(
         batch=(1,),
         query=(length, 2 * heads, size),
@@ -39,14 +43,14 @@ def plan_of(length, keys, window, size, heads, *, deterministic=True, varying=Fa
         window=window,
         soft_cap=soft_cap,
         dropout_rate=0.0,
-        dtype=jnp.dtype(jnp.bfloat16),
+        dtype=dtype,
         names=frozenset({"query", "key", "value"}),
         multiprocessors=132,
-        bias_gradient=BiasGradient.NONE if soft_cap is None else BiasGradient.ADDED,
+        bias_gradient=BiasGradient.ADDED if passes_both else BiasGradient.NONE,
         is_deterministic=deterministic,
         is_varying=varying,
         size=size,
-        config=backward_config(size, size)[1],
+        config=backward_config(size, size, dtype, passes_both=passes_both)[1],
     )
 
 
@@ -79,9 +83,9 @@ def hand_out(plan):
 
 
 @brute_force
-@given(lengths, lengths, st.tuples(sides, sides), st.sampled_from(SIZES), st.integers(1, 9), st.sampled_from((None, 5.0)))
-def test_a_tile_waits_only_for_tiles_with_smaller_tickets(length, keys, window, size, heads, soft_cap):
-    plan = plan_of(length, keys, window, size, heads, soft_cap=soft_cap)
+@given(lengths, lengths, st.tuples(sides, sides), kinds, st.integers(1, 9), st.sampled_from((None, 5.0)))
+def test_a_tile_waits_only_for_tiles_with_smaller_tickets(length, keys, window, kind, heads, soft_cap):
+    plan = plan_of(length, keys, window, kind, heads, soft_cap=soft_cap)
     waits, order = turns(plan), hand_out(plan)
     np.testing.assert_array_equal(np.asarray(schedule.table(plan)), order)
     counters = {}
@@ -194,32 +198,32 @@ def get_through(kernels, running, seed):
 
 
 @brute_force
-@given(lengths, lengths, st.tuples(sides, sides), st.sampled_from(SIZES), running, blocks, waves, st.integers())
-def test_few_running_blocks_get_through_all_tiles(length, keys, window, size, running, blocks, waves, seed):
-    plan = plan_of(length, keys, window, size, 3)
+@given(lengths, lengths, st.tuples(sides, sides), kinds, running, blocks, waves, st.integers())
+def test_few_running_blocks_get_through_all_tiles(length, keys, window, kind, running, blocks, waves, seed):
+    plan = plan_of(length, keys, window, kind, 3)
     assert get_through([Kernel(plan, blocks, waves=waves)], running, seed)
 
 
 @brute_force
-@given(lengths, lengths, st.sampled_from(SIZES), running, blocks, waves, st.integers())
-def test_two_kernels_that_share_a_gpu_get_through_all_tiles(length, keys, size, running, blocks, waves, seed):
-    plans = [plan_of(a, b, (None, 0), size, 2) for a, b in ((length, keys), (keys, length))]
+@given(lengths, lengths, kinds, running, blocks, waves, st.integers())
+def test_two_kernels_that_share_a_gpu_get_through_all_tiles(length, keys, kind, running, blocks, waves, seed):
+    plans = [plan_of(a, b, (None, 0), kind, 2) for a, b in ((length, keys), (keys, length))]
     assert get_through([Kernel(plan, blocks, waves=waves) for plan in plans], running, seed)
 
 
 def test_blocks_that_have_their_tiles_beforehand_may_wait_for_ever():
     """That the checks above can fail: tiles that belong to blocks which do not run are waited for."""
-    plan = plan_of(700, 700, (None, None), 64, 3)
+    plan = plan_of(700, 700, (None, None), KINDS[0], 3)
     own = schedule.schedule(plan.costs(), 3, plan.n_heads_at_once(plan.costs()), 6)
     assert get_through([Kernel(plan, 6, own)], 6, 0)
     assert not get_through([Kernel(plan, 6, own)], 2, 0)
 
 
 @pytest.mark.parametrize("varying", [False, True])
-@pytest.mark.parametrize("size", SIZES)
-def test_deterministic_gradients_take_tickets_in_order_of_arrival(size, varying):
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_deterministic_gradients_take_tickets_in_order_of_arrival(kind, varying):
     for soft_cap in (None, 5.0):  # which needs the most shared memory
-        plan = plan_of(300, 300, (None, None), size, 2, varying=varying, soft_cap=soft_cap)
+        plan = plan_of(300, 300, (None, None), kind, 2, varying=varying, soft_cap=soft_cap)
         assert plan.by_ticket
         assert {"tile", "tile_full", "tile_empty"} <= set(plan.scratch())
         assert "ticket" not in plan.scratch()
@@ -228,7 +232,7 @@ def test_deterministic_gradients_take_tickets_in_order_of_arrival(size, varying)
 @pytest.mark.parametrize(("each", "expected"), [(1, 1), (2, 2), (3, 2), (4, 3), (8, 4), (100, 4)])
 def test_waves_follow_each_other_where_blocks_take_several_tickets(each, expected):
     for deterministic, varying in ((True, False), (False, True), (False, False)):
-        plan = plan_of(700, 700, (None, None), 128, 100, deterministic=deterministic, varying=varying)
+        plan = plan_of(700, 700, (None, None), KINDS[1], 100, deterministic=deterministic, varying=varying)
         plan = dataclasses.replace(plan, multiprocessors=plan.n_tiles // each)
         assert schedule.waves(plan) == (expected if plan.by_ticket else 1)
 
@@ -236,9 +240,10 @@ def test_waves_follow_each_other_where_blocks_take_several_tickets(each, expecte
 # On a GPU.
 
 
-def operands(length, size, heads=16):
+def operands(length, kind, heads=16):
+    size, dtype = kind
     keys = jax.random.split(jax.random.key(length + size), 4)
-    return [jax.random.normal(key, (2, length, heads, size), jnp.bfloat16) for key in keys]
+    return [jax.random.normal(key, (2, length, heads, size), jnp.dtype(dtype)) for key in keys]
 
 
 def gradient(query, key, value, cotangent):
@@ -261,9 +266,9 @@ def crowded(times):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", SIZES)
-def test_native_more_blocks_than_run_at_a_time_finish_with_the_same_bits(gpu, size):
-    given = operands(8192, size)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_native_more_blocks_than_run_at_a_time_finish_with_the_same_bits(gpu, kind):
+    given = operands(8192, kind)
     expected = bits(jax.jit(gradient)(*given))
     with crowded(4):
         program = jax.jit(gradient)

@@ -1785,7 +1785,7 @@ def test_derivatives_of_a_forced_kernel_run_on_the_reference_where_there_is_none
         found = explain(jax.grad(f), array, platform="cuda")
         assert [(d.primitive, d.implementation) for d in found] == [
             ("dot_product_attention", "mosaic"),
-            ("dot_product_attention_vjp", expected),
+            ("dot_product_attention_vjp", "mosaic"),
         ]
         found = explain(lambda q: jax.jvp(f, (q,), (q,)), array, platform="cuda")
         assert [(d.primitive, d.implementation) for d in found] == [

@@ -135,12 +135,12 @@ def attention_cases() -> Iterator[Case]:
                 if not is_many and feature not in few and (kind, byte) != ("few in place", None):
                     continue
                 yield from _forward(dtype, size, value_size, feature, kind, counts, byte)
-        if dtype == "float32":
-            continue
         for feature in features if (size, value_size) in ((64, 64), (128, 128), (256, 256)) else ("plain",):
             for is_deterministic in (False, True):
                 yield from _backward(dtype, size, value_size, feature, is_deterministic)
             yield from _backward(dtype, size, value_size, feature, is_deterministic=False, has_many_tiles=True)
+        if dtype == "float32":
+            continue
         for feature, tangents in itertools.product(features if size == value_size else ("plain",), TANGENTS):
             if feature in ("plain", "causal", "everything") or tangents == TANGENTS[0]:
                 yield from _tangent(dtype, size, value_size, feature, tangents)

@@ -1010,9 +1010,23 @@ FAULTS = (
     Fault(
         "mosaic attention: a bias's gradient that has more digits is stored in 16 bits",
         f"{_MOSAIC}/backward_plan.py",
-        '.dtype == types["query"].dtype and not is_partial',
+        "_is_of_16_bits(types) and not is_partial",
+        "_is_of_16_bits(types)",
+        "tests/attention/test_mosaic_backward.py -k how_the_gradient_of_a_bias",
+    ),
+    Fault(
+        "mosaic attention: a bias's gradient in float32 is stored as the terms of scores' derivatives are",
+        f"{_MOSAIC}/backward_plan.py",
+        '.dtype == types["query"].dtype and types["query"].dtype.itemsize == 2',
         '.dtype == types["query"].dtype',
         "tests/attention/test_mosaic_backward.py -k how_the_gradient_of_a_bias",
+    ),
+    Fault(
+        "mosaic attention: the high terms of operands alone are copied for derivatives",
+        f"{_MOSAIC}/backward.py",
+        'zip((name, f"{name}_low"), slots, strict=False)',
+        "zip((name, name), slots, strict=False)",
+        "tests/attention/test_mosaic_backward.py -k 'interpreted and float32'",
     ),
     Fault(
         "mosaic attention: the second consumer reads weights before the first has stored them",
@@ -1021,6 +1035,13 @@ FAULTS = (
         "pass",
         "tests/attention/test_mosaic_backward.py -m gpu -k one_of_each_kind",
         gpu=True,
+    ),
+    Fault(
+        "mosaic attention: of consumers that share no dQ, both add that of the first one's keys",
+        f"{_MOSAIC}/backward_pipeline.py",
+        "[self.index] if self.geometry.config.separate_dq",
+        "[0] if self.geometry.config.separate_dq",
+        "tests/attention/test_mosaic_backward.py -k 'interpreted and float32'",
     ),
     Fault(
         "tickets: the first block of a cluster waits for one that it has not sent",
@@ -1287,11 +1308,10 @@ FAULTS = (
     ),
     Fault(
         "mosaic attention: high terms of float32 are multiplied twice",
-        f"{_MOSAIC}/forward_formats.py",
+        f"{_MOSAIC}/common.py",
         "(right[0], right[1], right[0])",
         "(right[1], right[0], right[0])",
-        "tests/attention/test_values.py -m gpu -k float32",
-        gpu=True,
+        "tests/attention/test_mosaic_forward.py -k products_of_terms",
     ),
     Fault(
         "mosaic attention: consumers store the high term of queries, and have the low one in registers",
@@ -1302,7 +1322,7 @@ FAULTS = (
     ),
     Fault(
         "mosaic attention: the low term that XLA makes has no high one subtracted",
-        f"{_MOSAIC}/forward_formats.py",
+        f"{_MOSAIC}/common.py",
         "(array - high).astype(jnp.bfloat16)",
         "array.astype(jnp.bfloat16)",
         "tests/attention/test_mosaic_forward.py -k terms_of_float32",

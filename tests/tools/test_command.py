@@ -335,7 +335,6 @@ def test_an_interrupted_check_waits_for_no_queued_compilation(monkeypatch):
 
 REFUSED = {  # cases that run on the reference on an H100, and why
     "softmax bfloat16 37x1 one column": "XLA computes rows of one entry element by element",
-    "dot_product_attention_vjp float32": "derivatives of float32 have no kernel",
 }
 
 

@@ -358,11 +358,12 @@ def test_comparing_in_bfloat16_goes_on_after_an_interrupt_and_without_memory(
             "not flash, as no kernel runs dot_product_attention (it runs on cuda, not on cpu)",
         ),
         (["--preset", "small", "--heads", "1"], "cuda", "softmax", "head size must be from 1 to 512, got 768"),
+        ([], "cuda", "flash", "attention: flash, dot_product_attention by mosaic, dot_product_attention_vjp by mosaic"),
         (
-            [],
+            ["--preset", "small", "--heads", "2"],
             "cuda",
             "softmax",
-            "not flash, as no kernel runs dot_product_attention_vjp (derivatives of float32 have no kernel)",
+            "no kernel runs dot_product_attention_vjp (derivatives of head sizes above 256 have no kernel, got 384)",
         ),
         (
             ["--attention", "flash"],

@@ -35,7 +35,9 @@ out in their product.
 
 If an implementation computes float32 products as three bfloat16 products, each errs by up to `THREE_PRODUCTS` of the sum of its
 absolute terms. bfloat16 has 8 bits: for x in [1, 2) the high term misses at most 2^-8, which the low term holds, and the low
-term misses at most 2^-17. The product of two low terms, 2^-16, is left out, and both low terms are rounded, 2^-17 each.
+term misses at most 2^-17. The product of two low terms, 2^-16, is left out, and both low terms are rounded, 2^-17 each. With
+`tight` this adds `THREE_PRODUCTS z sum |do| |v|` to `e(g)`. It adds `THREE_PRODUCTS / 4 |ds|` to `e(ds)`, as p may be two terms
+when it is multiplied with g. A sum of n products errs by 3 n / 8 * 2^-24, as there are three times as many.
 """
 
 from dataclasses import dataclass
@@ -64,6 +66,7 @@ class Weights:
     lse: np.ndarray
     lse_budget: np.ndarray
     groups: int
+    product: float
     narrow: float
     floor: float
 
@@ -144,7 +147,7 @@ def weights(
         budget += lifted
     unit = unit + np.where(p > 0, np.sum(p * unit, -1, keepdims=True), 0.0)
     z = np.ones(shape) if kept is None else kept
-    return Weights(q, k, v, seen, scale, scale * bend, p, p_sink, z, unit, lse, budget, groups, narrow, floor)
+    return Weights(q, k, v, seen, scale, scale * bend, p, p_sink, z, unit, lse, budget, groups, product, narrow, floor)
 
 
 def of_pairs(rows, cols):
@@ -185,15 +188,17 @@ def cotangents(dout, dlse, *args, tight=False, **kwargs) -> dict[str, Truth]:
     ds_error = (w.unit + lse_error + w.narrow + 8 * EPS) * ds_size + w.p * delta_error[..., None]
     p_error = (w.unit + lse_error + w.narrow + 8 * EPS) * w.p * w.z
     dx_size, dx_floor = ds_size, 0.0
+    cut_off = 8 / 3 if w.product else 8
     if tight:
         out = np.abs(np.matmul(w.p * w.z, w.v))
         out_error = np.matmul((w.unit + w.narrow) * w.p * w.z, np.abs(w.v))
         delta_error = np.sum((out_error + w.narrow * out + w.floor) * np.abs(do), -1)
-        g_error = (8 + w.v.shape[-1] / 8) * EPS * (w.z * dp_size + delta_size + np.abs(dl)) + delta_error[..., None]
+        g_size = w.z * dp_size + delta_size + np.abs(dl)
+        g_error = (8 + w.v.shape[-1] / cut_off) * EPS * g_size + w.product * w.z * dp_size + delta_error[..., None]
         relative, floor = w.unit + lse_error + 8 * EPS, np.where(w.seen, w.floor, 0.0)
         is_wide = max(w.q.shape[-1], w.v.shape[-1]) > 128
         ds_error = relative * np.abs(ds) + w.p * (1 + relative) * g_error + np.where(w.seen, TINY, 0.0) * np.abs(g)
-        ds_error += w.narrow * np.abs(ds) + floor * np.abs(g) if is_wide else 0.0
+        ds_error += w.narrow * np.abs(ds) + floor * np.abs(g) if is_wide else w.product / 4 * np.abs(ds)
         p_error += floor * np.max(w.z, initial=1.0)
         dx_size, dx_floor = np.abs(ds), np.abs(w.scale) * floor * (1 + (np.abs(g) if is_wide else 0.0))
 
@@ -214,7 +219,7 @@ def cotangents(dout, dlse, *args, tight=False, **kwargs) -> dict[str, Truth]:
         dx_error += w.narrow * np.abs(dx) + dx_floor
     if kwargs.get("logits_soft_cap") is not None:  # 1 - tanh^2 cancels
         dx_error = dx_error + 16 * EPS * abs(w.scale) * dx_size + slope * dx_size * w.unit
-    of_row, of_col = ((n / 8 * EPS if tight else 0.0) for n in (ds.shape[-1], w.groups * ds.shape[-2]))
+    of_row, of_col = ((n / cut_off * EPS if tight else 0.0) for n in (ds.shape[-1], w.groups * ds.shape[-2]))
     results = {
         "query": heads_last(np.matmul(dx, w.k), np.matmul(dx_error + of_row * np.abs(dx), np.abs(w.k))),
         "key": of_keys(dx, w.q, dx_error),

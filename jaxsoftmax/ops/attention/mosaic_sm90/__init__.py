@@ -37,7 +37,7 @@ def plan(problem: AttentionProblem, target: Target) -> Plan | Refusal:
         problem.operation.name
     )
     if (reason := _refused_problem(problem)) is not None:
-        return Refusal(reason, lacks_kernel=plan_derivative is not None and problem.dtype == jnp.float32)
+        return Refusal(reason, lacks_kernel=plan_derivative is tangent.plan and problem.dtype == jnp.float32)
     result = _plan_attention(problem, target) if plan_derivative is None else plan_derivative(problem, target)
     if isinstance(result, Refusal) or result.geometry is None:
         return result

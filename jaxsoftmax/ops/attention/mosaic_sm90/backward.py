@@ -12,7 +12,9 @@ dQ the derivatives of the scores go through shared memory.
 Reads Q, K, V, dO, lse and delta, Q and dO once for each block of keys; writes dK and dV once, or adds to them in float32, once
 for each query head or slice of a tile; adds to dQ in float32, in global memory, once for each tile: `10 * T * S * H` operations
 a head, whichever cotangents are wanted. The derivative of a bias is dS: tiles are added in float32, or stored in 16 bits where
-each score has a bias of its own. Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608, section 3.
+each score has a bias of its own. In float32 XLA splits Q, K, V and dO once into two terms of bfloat16 each, and a product is
+three of theirs: three times as many operations. Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608,
+section 3.
 
 NaN or infinity in queries, keys and values that are not seen shows, as they are multiplied by 0. float16 holds derivatives of
 scores between 2^-25 and 65504: scale the loss.
@@ -53,7 +55,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import (
     BiasGradient,
     shape_backward,
 )
-from jaxsoftmax.ops.attention.mosaic_sm90.common import KERNEL, ROWS, lay_out, record
+from jaxsoftmax.ops.attention.mosaic_sm90.common import KERNEL, ROWS, lay_out, record, split_terms
 from jaxsoftmax.ops.attention.operands import (
     INITIAL_D_QUERY,
     OPERANDS,
@@ -104,8 +106,6 @@ def plan(problem: AttentionProblem, target: Target) -> BackwardPlan | Refusal:
     types, params = problem.types, problem.params
     wanted, is_deterministic, is_partial = params["wanted"], params["deterministic_gradients"], params.get("is_partial", False)
     keys = types["key"].shape[-3]
-    if problem.dtype == jnp.float32:
-        return Refusal("derivatives of float32 have no kernel", lacks_kernel=True)
     if (size := max(types[name].shape[-1] for name in ("query", "value"))) > SIZES[-1]:
         return Refusal(f"derivatives of head sizes above {SIZES[-1]} have no kernel, got {size}", lacks_kernel=True)
     if {"bias", "mask"} & set(types) and keys > _MAX_MASKED:
@@ -194,6 +194,14 @@ def _whole(geometry: BackwardGeometry, array, sizes):
     return jnp.pad(array, ((0, 0), (0, more[0]), (0, 0), (0, more[1]))) if any(more) else array
 
 
+def _factor(geometry: BackwardGeometry, name, array, sizes) -> OrderedDict[str, jax.Array]:
+    """Returns an operand of products as `_whole` does, or its terms if it is float32, by name."""
+    whole = _whole(geometry, array, sizes)
+    if geometry.n_terms == 1:
+        return OrderedDict({name: whole})
+    return OrderedDict(zip((name, f"{name}_low"), split_terms(whole, geometry.size), strict=True))
+
+
 def _in_tiles(matrices):
     """Pads matrices so that TMA takes them in tiles."""
     more = [(0, 0), (0, -matrices.shape[1] % 8), (0, -matrices.shape[2] % ROWS)]
@@ -215,10 +223,10 @@ def _lay_out(geometry: BackwardGeometry, operands, lse, delta, d_out):
         return jnp.pad(array, [(0, 0), (0, 0), (0, padding)])
 
     refs = OrderedDict(
-        query=_whole(geometry, operands["query"], geometry.query),
-        key=_whole(geometry, operands["key"], geometry.key),
-        value=_whole(geometry, operands["value"], (keys, key_heads, value_size)),
-        d_out=_whole(geometry, d_out, (length, heads, value_size)),
+        **_factor(geometry, "query", operands["query"], geometry.query),
+        **_factor(geometry, "key", operands["key"], geometry.key),
+        **_factor(geometry, "value", operands["value"], (keys, key_heads, value_size)),
+        **_factor(geometry, "d_out", d_out, (length, heads, value_size)),
         lse=line(lse),
         delta=line(delta),
         **extras,
@@ -294,8 +302,10 @@ def _result_types(geometry: BackwardGeometry, is_partial) -> OrderedDict[str, ja
     if geometry.has_single_heads:
         return OrderedDict()
     entries, keys, heads, size = shape = _keys_shape(geometry)
-    if is_partial:  # seen as rows of all heads, for stores from registers: one array, as devices send one
+    # What is float32 is seen as rows of all heads, for stores from registers.
+    if is_partial:  # one array, as devices send one
         return OrderedDict(dk_dv=jax.ShapeDtypeStruct((2 * entries * keys, heads * size), jnp.float32))
+    shape = shape if geometry.n_terms == 1 else (entries * keys, heads * size)
     return OrderedDict.fromkeys(("dk", "dv"), jax.ShapeDtypeStruct(shape, geometry.dtype))
 
 
@@ -391,6 +401,11 @@ class BackwardProducer(BackwardRole):
 
         return steps + total
 
+    def copy_terms(self, name, place, slots, full):
+        """Copies a part of an operand, at `place`, to shared memory: as many terms of it as there are `slots`."""
+        for part, slot in zip((name, f"{name}_low"), slots, strict=False):
+            plgpu.copy_gmem_to_smem(self.refs[part].at[place], slot, full)
+
     def _copy_bias(self, tile, first, i):
         """Copies the bias of step `i` of a tile, whose keys are from `first` on."""
         bias, staged = self.operands["bias"], self.memory["bias"]
@@ -405,13 +420,13 @@ class BackwardProducer(BackwardRole):
     def _copy_keys_and_values(self, tile, first):
         """Copies keys and values of a tile, from key `first` on."""
         refs, memory, geometry = self.refs, self.memory, self.geometry
-        halves, width = memory["k"].shape[0], geometry.part_size
+        halves, width = memory["k"].shape[1], geometry.part_size
         plgpu.barrier_wait(memory["kv_empty"])
         for half in range(halves):
             rows = pl.ds(first + half * ROWS, ROWS)
             for part in range(geometry.parts[1]):
-                source = refs["key"].at[tile.b, rows, tile.head, pl.ds(part * width, width)]
-                plgpu.copy_gmem_to_smem(source, memory["k"].at[half, part], memory["k_full"])
+                columns = pl.ds(part * width, width)
+                self.copy_terms("key", (tile.b, rows, tile.head, columns), self.terms("k", half, part), memory["k_full"])
         if geometry.is_paired:
             rows = pl.ds(tile.other_block * geometry.block_kv, ROWS)
             for consumer in range(CONSUMERS):
@@ -419,8 +434,8 @@ class BackwardProducer(BackwardRole):
                 source = refs["key"].at[tile.b, rows, tile.head, pl.ds(part * width, width)]
                 plgpu.copy_gmem_to_smem(source, memory["other_k"].at[consumer], memory["k_full"])
         for half in range(halves):
-            source = refs["value"].at[tile.b, pl.ds(first + half * ROWS, ROWS), tile.head]
-            plgpu.copy_gmem_to_smem(source, memory["v"].at[half], memory["v_full"])
+            place = tile.b, pl.ds(first + half * ROWS, ROWS), tile.head
+            self.copy_terms("value", place, self.terms("v", half), memory["v_full"])
 
     def _copy_queries(self, tile, steps, i):
         """Copies queries and log-sum-exp of step `i` of a tile."""
@@ -429,7 +444,7 @@ class BackwardProducer(BackwardRole):
         rows, (stage, _) = pl.ds(block * size, size), self.stages(steps + i)
         full = memory["q_full"].at[stage]
         plgpu.barrier_wait(memory["q_empty"].at[stage])
-        plgpu.copy_gmem_to_smem(refs["query"].at[tile.b, rows, head], memory["q"].at[stage], full)
+        self.copy_terms("query", (tile.b, rows, head), self.terms("q", stage), full)
         plgpu.copy_gmem_to_smem(refs["lse"].at[tile.b, head, rows], self.line("q_lse", stage), full)
 
     def _copy_cotangents(self, tile, steps, i):
@@ -438,7 +453,7 @@ class BackwardProducer(BackwardRole):
         head, block = self.head_and_block(tile, i)
         rows, (_, stage) = pl.ds(block * size, size), self.stages(steps + i)
         plgpu.barrier_wait(memory["do_empty"].at[stage])
-        plgpu.copy_gmem_to_smem(refs["d_out"].at[tile.b, rows, head], memory["do"].at[stage], memory["do_full"].at[stage])
+        self.copy_terms("d_out", (tile.b, rows, head), self.terms("do", stage), memory["do_full"].at[stage])
         line, full = self.line("do_delta", stage), memory["delta_full"].at[stage]
         plgpu.copy_gmem_to_smem(refs["delta"].at[tile.b, head, rows], line, full)
 
@@ -474,7 +489,10 @@ class TurnAdder(BackwardRole):
                 self._add_to_bias(tile, head, block)
             tickets.await_count(self.refs["turns"], turn, before)
             for piece in range(geometry.config.pieces):
-                self._take_over(lambda consumer, piece=piece: self.add_to_dq(consumer, tile.b, head, block, piece))
+                self._take_over(
+                    lambda consumer, piece=piece: self.add_to_dq(consumer, tile.b, head, block, piece),
+                    is_one_place=geometry.config.separate_dq,
+                )
             plgpu.wait_smem_to_gmem(0)
             tickets.add_one(self.refs["turns"], turn)
 
@@ -500,10 +518,15 @@ class TurnAdder(BackwardRole):
         plgpu.wait_smem_to_gmem(0)
         tickets.add_one(self.refs["bias_turns"], turn)
 
-    def _take_over(self, add):
-        """Adds what both consumers have staged, and tells them when it has left shared memory."""
+    def _take_over(self, add, *, is_one_place=False):
+        """Adds what both consumers have staged, and tells them when it has left shared memory.
+
+        `is_one_place` says that they add to the same elements: the second one waits until the first one is done.
+        """
         plgpu.barrier_wait(self.memory["sums_full"].at[self.index])
         for consumer in range(CONSUMERS):
+            if consumer and is_one_place:
+                plgpu.wait_smem_to_gmem(0)
             add(consumer)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(self.memory["sums_empty"])

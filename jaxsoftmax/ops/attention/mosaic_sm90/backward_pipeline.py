@@ -28,6 +28,10 @@ Two blocks of threads that share a tile (head size 256) differ by at most a step
 The steps of all tiles are counted through: step `i` uses stage `i % stages`. A barrier is full when copies have landed, and
 empty when all have read them.
 
+In float32 each operand is two terms of bfloat16, and a product is three of theirs: see `TermSlots` of `forward_formats`. With
+heads of up to 64 each consumer then adds dQ of its own 64 keys, and need not wait for the other. With heads of up to 128
+consumers share 64 keys, and dS' takes the place of P' as it does in a cluster.
+
 A barrier does not keep loads from shared memory before the copy that it allows: ptxas arrives while they are in flight. Behind
 stores to global memory they took longer than the next copy, and one run in seven of float32 gradients had a wrong delta in the
 first step of some tile (H100). So consumers free a stage behind an instruction that needs what they loaded from it.
@@ -38,6 +42,8 @@ while the products run, as loads take long.
 
 import functools
 import math
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +73,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     dropout_keeps,
     hidden_zero,
     in_one_segment,
+    pair_terms,
     tanh,
 )
 
@@ -175,6 +182,10 @@ class BackwardRole:
         """
         head = tile.group * self.geometry.heads_per_tile + lax.div(jnp.int32(i), tile.count)
         return head, tile.low + tile.count - 1 - lax.rem(jnp.int32(i), tile.count)
+
+    def terms(self, name, *place):
+        """Lists the terms of an operand in shared memory, the high one first; one of 16 bits is one term."""
+        return [self.memory[name].at[(term, *place)] for term in range(self.geometry.n_terms)]
 
     def stages(self, step):
         """Returns the stages of queries and of output cotangents of a step."""
@@ -427,11 +438,23 @@ class BackwardConsumer(BackwardRole):
         if self.geometry.config.stages_bias:
             plgpu.barrier_arrive(self.memory["bias_empty"])
 
+    def rounded(self, values) -> Sequence[Any]:
+        """Lists the terms of float32 values in registers, as left operands of products."""
+        return [values.astype(self.geometry.dtype)] if self.geometry.n_terms == 1 else wgmma.bfloat16_terms(values)
+
+    def multiply(self, acc, left, right) -> int:
+        """Starts to add the product of two operands, listed as terms, to `acc`. Returns the number of products it starts."""
+        pairs = pair_terms(left, right)
+        for pair in pairs:
+            plgpu.wgmma(acc, *pair)
+        return len(pairs)
+
     def multiply_keys(self, s_acc, half, current) -> None:
         """Starts S' += K Q'."""
-        width, q = self.geometry.part_size, self.memory["q"].at[current.stage]
+        width, terms = self.geometry.part_size, self.terms("q", current.stage)
         for part in range(self.geometry.parts[1]):
-            plgpu.wgmma(s_acc, self.memory["k"].at[half, part], q.at[:, part * width : (part + 1) * width].T)
+            columns = slice(part * width, (part + 1) * width)
+            self.multiply(s_acc, self.terms("k", half, part), [q.at[:, columns].T for q in terms])
 
     def with_dq(self, current, multiply):
         """Returns `multiply(dq_acc)`, given an accumulator for dQ of the step before, or None in the first step of a tile."""
@@ -446,20 +469,21 @@ class BackwardConsumer(BackwardRole):
         """
         if dq_acc is None:
             return 0
-        (slab, part), ds_stage, halves = self.part_of_dq(self.index), self.ds_stage(step), self.geometry.block_kv // ROWS
+        slab, part = self.part_of_dq(self.index)
+        halves, count = [self.index] if self.geometry.config.separate_dq else range(self.geometry.block_kv // ROWS), 0
         is_transposed = self.geometry.bias_gradient is BiasGradient.STORED  # queries are rows
-        for half in range(halves):
-            ds = ds_stage.at[half, slab]
-            keys = self.memory["k"].at[half + hidden_zero(step, 2), part]
-            plgpu.wgmma(dq_acc, ds if is_transposed else ds.T, keys)
-        if not self.geometry.is_paired:
-            return halves
-        sync.await_peer(self.barriers, step)
-        plgpu.wgmma(dq_acc, ds_stage.at[1, slab].T, self.memory["other_k"].at[self.index + hidden_zero(step, 2)])
-        return halves + 1
+        for half in halves:
+            terms = self.ds_terms(step, half, slab)
+            keys = self.terms("k", half + hidden_zero(step, 2), part)
+            count += self.multiply(dq_acc, [ds if is_transposed else ds.T for ds in terms], keys)
+        if self.geometry.is_paired:
+            sync.await_peer(self.barriers, step)
+            (ds,) = self.ds_terms(step, 1, slab)
+            count += self.multiply(dq_acc, [ds.T], [self.memory["other_k"].at[self.index + hidden_zero(step, 2)]])
+        return count
 
     def share(self, half, ds, tile, current) -> None:
-        """Stores the derivatives of scores for both consumers. `arrive` tells the other one.
+        """Stores the derivatives of scores, listed as terms, for both consumers. `arrive` tells the other one.
 
         A stage is written again two steps later. `await_other` makes sure that the other consumer has read it then.
         """
@@ -467,28 +491,28 @@ class BackwardConsumer(BackwardRole):
         is_stored = geometry.bias_gradient is BiasGradient.STORED
         if is_stored:  # derivatives of two steps before, which were stored from this stage, have left it
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        stages = [self.ds_stage(current.index).at[half, slab] for slab in range(geometry.config.block_q // ROWS)]
-        for slab, stage in enumerate(stages):
-            (stage.T if is_stored else stage)[...] = ds[:, slab * ROWS : (slab + 1) * ROWS]
+        slabs = range(geometry.config.block_q // ROWS)
+        for slab in slabs:
+            for stage, term in zip(self.ds_terms(current.index, half, slab), ds, strict=True):
+                (stage.T if is_stored else stage)[...] = term[:, slab * ROWS : (slab + 1) * ROWS]
         plgpu.commit_smem()
         if is_stored:
-            for slab, stage in enumerate(stages):
+            for slab in slabs:
+                (stage,) = self.ds_terms(current.index, half, slab)
                 target = self.place_in_d_bias(tile, self.index, current.head, current.block, slab)
                 plgpu.copy_smem_to_gmem(stage, target)
         if geometry.is_paired:
             transforms = tile_transforms(geometry.dtype)
             sync.exchange_with_peer(self.memory["ds"], transforms, self.barriers, 1 - self.rank, current.index)
 
-    def ds_stage(self, step):
-        """Returns the stage of the derivatives of a step's scores."""
-        return self.memory["ds"].at[lax.rem(step, jnp.int32(DS_STAGES))]
+    def ds_terms(self, step, half, slab):
+        """Lists the terms of the derivatives of a step's scores, in shared memory, for 64 keys and 64 queries."""
+        stage = self.memory["ds"].at[lax.rem(step, jnp.int32(DS_STAGES))]
+        return [stage.at[half, term, slab] for term in range(self.geometry.n_terms)]
 
     def weights(self, step):
-        """Returns the place of the weights of a step, in shared memory.
-
-        In a cluster derivatives of scores take the place of the weights that they are made of.
-        """
-        return self.ds_stage(step).at[0, 0] if self.geometry.is_paired else self.memory["p"]
+        """Lists the places of the terms of the weights of a step, in shared memory."""
+        return self.ds_terms(step, 0, 0) if self.geometry.replaces_weights else [self.memory["p"]]
 
     def _step_done(self, consumer, step):
         """Returns the barrier at which a consumer arrives in a step; in a cluster those of both blocks arrive at one.
@@ -500,6 +524,8 @@ class BackwardConsumer(BackwardRole):
 
     def arrive(self, step) -> None:
         """Says that the consumer has shared its derivatives of a step, and has read those of the step before."""
+        if self.geometry.config.separate_dq:
+            return
         if self.geometry.is_paired:
             sync.warpgroup_barrier()  # one thread arrives for all
         plgpu.barrier_arrive(self._step_done(self.index, step))
@@ -507,14 +533,15 @@ class BackwardConsumer(BackwardRole):
     def await_other(self, current) -> None:
         """Waits until the other consumer has arrived in the step before; in a cluster, until all four have.
 
-        The first step of a tile need not wait, as `_add_last` has waited.
+        The first step of a tile need not wait, as `_add_last` has waited. Nor need consumers wait that have dQ of their own.
         """
-        if not current.is_first:
+        if not (current.is_first or self.geometry.config.separate_dq):
             plgpu.barrier_wait(self._step_done(1 - self.index, current.index - 1))
 
     def _add_last(self, tile, step, head, block) -> None:
         """Adds the consumer's part of dQ of the last step of a tile."""
-        plgpu.barrier_wait(self._step_done(1 - self.index, step))
+        if not self.geometry.config.separate_dq:
+            plgpu.barrier_wait(self._step_done(1 - self.index, step))
 
         def multiply(dq_acc):
             self.multiply_derivatives(dq_acc, step)
@@ -568,29 +595,30 @@ class BackwardConsumer(BackwardRole):
         elif self.geometry.cut_heads:
             pl.when(tile.cut_number >= 0)(lambda: self._add_to_keys(tile, kept_factor, dv, dk))
             pl.when(tile.cut_number < 0)(lambda: self._store_whole(tile, kept_factor, dv, dk))
-        elif "dk_dv" in self.refs:
-            self._store_parts(tile, kept_factor, dv, dk)
         else:
             self._store_whole(tile, kept_factor, dv, dk)
 
     def _store_whole(self, tile, kept_factor, dv, dk):
-        """Stores dV and dK in the dtype of keys, by way of shared memory."""
+        """Stores dV and dK of all queries: in the dtype of keys of 16 bits by way of shared memory, else in float32."""
+        if "dk" not in self.refs or self.geometry.n_terms > 1:
+            self._store_float32(tile, kept_factor, dv, dk)
+            return
         geometry, memory, dtype, width = self.geometry, self.memory, self.geometry.dtype, self.geometry.part_size
         half = 0 if geometry.config.roles else self.index
+        (v,), ks = self.terms("v", half), [self.terms("k", half, part)[0] for part in range(geometry.parts[1])]
         _meet()  # both consumers have read keys and values, in whose place the results go
         if dv is not None:
-            memory["v"][half] = (kept_factor * dv).astype(dtype)
+            v[...] = (kept_factor * dv).astype(dtype)
         if dk is not None:
-            for part in range(geometry.parts[1]):
-                memory["k"][half, part] = (geometry.scale * dk[:, part * width : (part + 1) * width]).astype(dtype)
+            for part, k in enumerate(ks):
+                k[...] = (geometry.scale * dk[:, part * width : (part + 1) * width]).astype(dtype)
         plgpu.commit_smem()
         rows = pl.ds(tile.block * geometry.block_kv + half * ROWS, ROWS)
         if dv is not None:
-            plgpu.copy_smem_to_gmem(memory["v"].at[half], self.refs["dv"].at[tile.b, rows, tile.head])
+            plgpu.copy_smem_to_gmem(v, self.refs["dv"].at[tile.b, rows, tile.head])
         if dk is not None:
-            for part in range(geometry.parts[1]):
-                target = self.refs["dk"].at[tile.b, rows, tile.head, pl.ds(part * width, width)]
-                plgpu.copy_smem_to_gmem(memory["k"].at[half, part], target)
+            for part, k in enumerate(ks):
+                plgpu.copy_smem_to_gmem(k, self.refs["dk"].at[tile.b, rows, tile.head, pl.ds(part * width, width)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(memory["kv_empty"])
 
@@ -620,13 +648,16 @@ class BackwardConsumer(BackwardRole):
             if values is not None:
                 yield at, head, factor * values
 
-    def _store_parts(self, tile, kept_factor, dv, dk):
-        """Stores dV and dK in float32, from registers."""
-        geometry, keys, out = self.geometry, self.geometry.key[0], self.refs["dk_dv"]
+    def _store_float32(self, tile, kept_factor, dv, dk):
+        """Stores dV and dK in float32, from registers: to two arrays, or to one, dK first."""
+        geometry, keys, refs = self.geometry, self.geometry.key[0], self.refs
         first = self.first_key(tile, self.index)
-        for entry, head, values in self._sums(tile, kept_factor, dv, dk):
-            start = entry * (keys + -keys % 8) + first, head * geometry.size
-            wgmma.store_product(out, *start, (keys - first, geometry.size), values)
+        entries = 0 if "dk" in refs else math.prod(geometry.batch)
+        for name, entry, values, factor in ("dv", tile.b + entries, dv, kept_factor), ("dk", tile.b, dk, geometry.scale):
+            if values is not None:
+                start = entry * (keys + -keys % 8) + first, tile.head * geometry.size
+                out = refs[name if "dk" in refs else "dk_dv"]
+                wgmma.store_product(out, *start, (keys - first, geometry.size), factor * values)
         plgpu.barrier_arrive(self.memory["kv_empty"])
 
 
@@ -644,9 +675,9 @@ class HalfConsumer(BackwardConsumer):
         self.share(self.index, ds, scores.tile, current)
 
         def multiply(dq_acc):
-            plgpu.wgmma(dk_acc, ds, memory["q"].at[current.stage])
+            of_dk = self.multiply(dk_acc, ds, self.terms("q", current.stage))
             others = self.multiply_derivatives(dq_acc, current.index - 1)
-            plgpu.wgmma_wait(others + 1)
+            plgpu.wgmma_wait(others + of_dk)
             plgpu.barrier_arrive(memory["do_empty"].at[current.stage_do])
             plgpu.wgmma_wait(others)
             plgpu.barrier_arrive(memory["q_empty"].at[current.stage])
@@ -657,8 +688,8 @@ class HalfConsumer(BackwardConsumer):
         return dq
 
     def _derive(self, scores, current, dv_acc, s_acc, dp_acc):
-        """Returns the derivatives of the scores, and starts dV += P' dO."""
-        geometry, memory, do = self.geometry, self.memory, self.memory["do"].at[current.stage_do]
+        """Returns the derivatives of the scores, listed as terms, and starts dV += P' dO."""
+        geometry, memory, do = self.geometry, self.memory, self.terms("do", current.stage_do)
         plgpu.barrier_wait(memory["q_full"].at[current.stage])
         if geometry.is_seeded:
             s_acc[...] = self._seed("q_lse", current.stage, scores.shape)
@@ -669,21 +700,22 @@ class HalfConsumer(BackwardConsumer):
         self.multiply_keys(s_acc, self.index + hidden_zero(current.index, 0), current)
         if not geometry.seeds_delta:
             plgpu.barrier_wait(memory["do_full"].at[current.stage_do])
-        plgpu.wgmma(dp_acc, memory["v"].at[self.index + hidden_zero(current.index, 1)], do.T)
+        values = self.terms("v", self.index + hidden_zero(current.index, 1))
+        others = self.multiply(dp_acc, values, [term.T for term in do])
         loaded = scores.load(current)
-        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=others)
         lse = None if geometry.is_seeded else plgpu.load(self.line("q_lse", current.stage))
         p, slope = scores.weights(s, lse, loaded, current)
         kept = scores.kept(current)
-        p, rounded = lax.optimization_barrier((p, where_kept(kept, p).astype(geometry.dtype)))
-        plgpu.wgmma(dv_acc, rounded, do)
+        p, rounded = lax.optimization_barrier((p, self.rounded(where_kept(kept, p))))
+        others = self.multiply(dv_acc, rounded, do)
         self.free_bias()
         # Always true. With a branch between the weights and the other product ptxas does not compute them after it.
         if geometry.is_empty_early and not current.is_first:
             pl.when(current.index > 0)(self.await_staged)
         delta = None if geometry.seeds_delta else self._delta(current)
-        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-        return scores.derivatives(p, slope, dp, delta, kept, current).astype(geometry.dtype)
+        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=others)
+        return self.rounded(scores.derivatives(p, slope, dp, delta, kept, current))
 
     def _seed(self, name, stage, shape):
         """Loads what a sum of products starts with, from a line in shared memory."""
@@ -704,7 +736,8 @@ class WeightsConsumer(BackwardConsumer):
     def step(self, scores, current, sums):
         memory, (dv_acc,) = self.memory, sums
         p, kept = pl.run_scoped(functools.partial(self._weigh, scores, current), plgpu.ACC(scores.shape, jnp.float32))
-        self.weights(current.index)[...] = p
+        for place, term in zip(self.weights(current.index), p, strict=True):
+            place[...] = term
         sync.named_barrier_arrive(jnp.int32(_WEIGHTS))
         plgpu.barrier_arrive(memory["q_empty"].at[current.stage])
         self.free_bias()
@@ -712,11 +745,11 @@ class WeightsConsumer(BackwardConsumer):
             self.await_staged()
             self.give_to_adder(current.index)
         plgpu.barrier_wait(memory["do_full"].at[current.stage_do])
-        if not self.geometry.is_paired:  # or it has waited, before it wrote weights
+        if not self.geometry.replaces_weights:  # or it has waited, before it wrote weights
             self.await_other(current)
 
         def multiply(dq_acc):
-            plgpu.wgmma(dv_acc, kept, memory["do"].at[current.stage_do])
+            self.multiply(dv_acc, kept, self.terms("do", current.stage_do))
             others = self.multiply_derivatives(dq_acc, current.index - 1)
             plgpu.wgmma_wait(others)
             plgpu.barrier_arrive(memory["do_empty"].at[current.stage_do])
@@ -727,7 +760,7 @@ class WeightsConsumer(BackwardConsumer):
         return dq
 
     def _weigh(self, scores, current, s_acc):
-        """Returns the weights times the derivative of the soft cap, and the weights that dropout keeps."""
+        """Returns the weights times the derivative of the soft cap, and the weights that dropout keeps, as lists of terms."""
         geometry, memory = self.geometry, self.memory
         plgpu.barrier_wait(memory["q_full"].at[current.stage])
         self.multiply_keys(s_acc, hidden_zero(current.index, 0), current)
@@ -735,20 +768,20 @@ class WeightsConsumer(BackwardConsumer):
         loaded = scores.load(current)
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
         p, slope = scores.weights(s, lse, loaded, current)
-        kept = where_kept(scores.kept(current), p).astype(geometry.dtype)
-        if geometry.is_paired:
+        kept = self.rounded(where_kept(scores.kept(current), p))
+        if geometry.replaces_weights:
             self.await_other(current)  # derivatives of the step before the last one have been read
         else:  # weights of the step before have been read
             pl.when(current.index > 0)(lambda: sync.named_barrier_sync(jnp.int32(_WEIGHTS_READ)))
         if geometry.passes_both:
             memory["p_of_bias"][...] = p.astype(geometry.dtype)
-        return (p if slope is None else p * slope).astype(geometry.dtype), kept
+        return self.rounded(p if slope is None else p * slope), kept
 
 
 class DerivativesConsumer(BackwardConsumer):
     """The second of two consumers that share 64 keys: it makes derivatives and dK, and half of dQ.
 
-    Weights reach it through shared memory, rounded.
+    Weights reach it through shared memory, rounded, or as two terms.
     """
 
     SUMS = ("dk",)
@@ -761,12 +794,12 @@ class DerivativesConsumer(BackwardConsumer):
         if geometry.passes_both:
             p = plgpu.load(memory["p_of_bias"], layout=LAYOUT)
             scores.add_to_bias(p.astype(jnp.float32) * dp, current)
-        p = plgpu.load(self.weights(current.index), layout=LAYOUT)
-        ds = p.astype(jnp.float32) * dp
+        weights = [plgpu.load(term, layout=LAYOUT).astype(jnp.float32) for term in self.weights(current.index)]
+        ds = functools.reduce(operator.add, weights) * dp
         if not geometry.passes_both:
             scores.add_to_bias(ds, current)
-        ds = lax.optimization_barrier(ds.astype(geometry.dtype))  # weights have been read
-        if not geometry.is_paired:
+        ds = lax.optimization_barrier(self.rounded(ds))  # weights have been read
+        if not geometry.replaces_weights:
             sync.named_barrier_arrive(jnp.int32(_WEIGHTS_READ))
         self.await_other(current)
         self.share(0, ds, scores.tile, current)
@@ -775,8 +808,8 @@ class DerivativesConsumer(BackwardConsumer):
         def multiply(dq_acc):
             self.multiply_derivatives(dq_acc, current.index - 1)
             plgpu.barrier_wait(memory["q_full"].at[current.stage])
-            plgpu.wgmma(dk_acc, ds, memory["q"].at[current.stage])
-            return None if dq_acc is None else plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
+            others = self.multiply(dk_acc, ds, self.terms("q", current.stage))
+            return None if dq_acc is None else plgpu.wgmma_accumulator_load(dq_acc, wait_n=others)
 
         dq = self.with_dq(current, multiply)
         self.arrive(current.index)
@@ -790,7 +823,8 @@ class DerivativesConsumer(BackwardConsumer):
         """Returns the derivatives of the weights less delta: dP' = V dO'."""
         memory = self.memory
         plgpu.barrier_wait(memory["do_full"].at[current.stage_do])
-        plgpu.wgmma(dp_acc, memory["v"].at[hidden_zero(current.index, 1)], memory["do"].at[current.stage_do].T)
+        cotangents = [term.T for term in self.terms("do", current.stage_do)]
+        self.multiply(dp_acc, self.terms("v", hidden_zero(current.index, 1)), cotangents)
         plgpu.barrier_wait(memory["delta_full"].at[current.stage_do])
         delta = plgpu.load(self.line("do_delta", current.stage_do))
         kept = scores.kept(current)

@@ -52,6 +52,8 @@ class BackwardConfig:
     # They send each other the derivatives of their scores, and each makes half of the columns of dQ, for 128 keys.
     pairs: bool = False
     pieces: int = 1  # pieces, one after the other, in which a consumer's part of dQ goes through shared memory
+    # True if each consumer adds all columns of dQ, for its own keys; not with `roles`. Else consumers share dQ of all keys.
+    separate_dq: bool = False
     # True if both consumers run one program, in which the number of the consumer is a variable; not with `roles`. Else each has
     # a program of its own, in which its number is a constant.
     one_program: bool = False
@@ -82,11 +84,35 @@ _CONFIGS = {
     256: BackwardConfig(64, (2, 1), roles=True, pairs=True, pieces=2),
 }
 
+# The same for float32: each operand of a product is two terms of bfloat16, in shared memory and in registers.
+#
+#   head size         S', dP'  P', dS'  dV, dK  dQ  at most                   K, V  Q, dO  dS'  dQ  P'  sum
+#    64,  64 queries  32, 32   32, 32   32, 32  32  192; later 160            64    64     64   32      224
+#   128,  64 queries  32       32       64      32  160                       64    96     32   32      224
+#    P' of a bias     32       32       64      32  160                       64    64     32   32  16  208
+#
+# A block of 64 queries has no parts of dQ that two consumers could share at head size 64: a part has at least 64 columns, as
+# tiles of K do.
+_CONFIGS_OF_TERMS = {
+    64: BackwardConfig(64, (2, 2), one_program=True, separate_dq=True),
+    128: BackwardConfig(64, (2, 1), roles=True),
+}
+_CONFIGS_OF_TERMS_AND_BIAS = _CONFIGS_OF_TERMS | {128: BackwardConfig(64, (1, 1), roles=True)}
 
-def backward_config(head_size: int, value_size: int) -> tuple[int, BackwardConfig]:
-    """Returns the head size on chip, of keys and values both, and the configuration, as measured on an H200."""
-    size = next(size for size in SIZES if size >= max(head_size, value_size))
-    return size, _CONFIGS[size]
+
+def backward_config(
+    head_size: int, value_size: int, dtype: Any = jnp.bfloat16, *, passes_both: bool = False
+) -> tuple[int, BackwardConfig]:
+    """Returns the head size on chip, of keys and values both, and the configuration for operands of a dtype.
+
+    Configurations of 16 bits are as measured on an H200. `passes_both` says that a bias has a derivative and scores a soft cap:
+    see `BackwardGeometry`.
+    """
+    configs = _CONFIGS
+    if dtype == jnp.float32:
+        configs = _CONFIGS_OF_TERMS_AND_BIAS if passes_both else _CONFIGS_OF_TERMS
+    size = next(size for size in configs if size >= max(head_size, value_size))
+    return size, configs[size]
 
 
 @dataclass(frozen=True)
@@ -136,7 +162,7 @@ class BackwardGeometry(AttentionGeometry):
         # Beside all that two blocks exchange there is no room for the bias, or for weights that its derivative needs.
         has_room = self.bias_gradient is BiasGradient.NONE and not self.config.stages_bias
         blocks_per_tile = 2 if config.pairs and has_room else 1
-        parts = config.block_q // ROWS, blocks_per_tile * CONSUMERS * ROWS // config.block_q
+        parts = config.block_q // ROWS, 1 if config.separate_dq else blocks_per_tile * CONSUMERS * ROWS // config.block_q
         seeds_delta = not config.roles and "seeds" not in self.names
         is_plain = self.soft_cap is None and "bias" not in self.names
         passes_both = config.roles and self.bias_gradient is not BiasGradient.NONE and self.soft_cap is not None
@@ -164,19 +190,29 @@ class BackwardGeometry(AttentionGeometry):
         )
 
     @property
+    def n_terms(self) -> int:
+        """Number of terms of bfloat16 that an element of float32 is the sum of; 1 for operands of 16 bits."""
+        return 2 if self.dtype == jnp.float32 else 1
+
+    @property
     def is_paired(self) -> bool:
         """True if two blocks of threads, a cluster, share each tile."""
         return self.blocks_per_tile == 2
 
     @property
     def bytes_of_query_head(self) -> int:
-        """Bytes of the queries, output cotangents and dQ of a query head."""
-        return (2 + 2 + 4) * self.query[0] * self.size
+        """Bytes of the queries and output cotangents of a query head, in terms of 16 bits, and of dQ."""
+        return (2 * 2 * self.n_terms + 4) * self.query[0] * self.size
 
     @property
     def adds_to_keys(self) -> bool:
         """True if some tiles add dK and dV, in float32."""
         return self.has_single_heads or self.cut_heads > 0
+
+    @property
+    def replaces_weights(self) -> bool:
+        """True if derivatives of scores take the place of the weights that one consumer gives the other."""
+        return self.is_paired or self.n_terms > 1
 
     @property
     def adds_bias_in_turns(self) -> bool:
@@ -192,12 +228,14 @@ class BackwardGeometry(AttentionGeometry):
         """Says in one line how the kernel runs."""
         config = self.config
         work = "one makes dV, the other dK" if config.roles else "each with half of the keys"
+        work += " and their dQ" if config.separate_dq else ""
         parts = [
             f"tiles of {self.blocks_per_tile * self.block_kv} keys by {config.block_q} queries",
             f"{config.stages[0]} stages of queries",
             f"{config.stages[1]} of output cotangents",
             f"{CONSUMERS} consumer warpgroups, {work}",
         ]
+        parts += ["operands split before"] if self.n_terms > 1 else []
         parts += ["two blocks of threads share a tile"] if self.is_paired else []
         parts += ["single query heads, which add dK and dV"] if self.has_single_heads else []
         parts += [f"tiles of {self.cut_heads} heads are cut"] if self.cut_heads else []
@@ -344,16 +382,18 @@ class BackwardGeometry(AttentionGeometry):
     def scratch(self) -> dict[str, Any]:
         """Describes what is in shared memory. A barrier is full when copies have landed, and empty when all have read them."""
         config, size, halves = self.config, self.size, self.block_kv // ROWS
-        stages, stages_do = config.stages
-        memory: dict[str, Any] = {"p": self._tiles(ROWS, config.block_q)} if config.roles and not self.is_paired else {}
+        (stages, stages_do), terms = config.stages, self.n_terms
+        memory: dict[str, Any] = {}
+        if config.roles and not self.replaces_weights:
+            memory["p"] = self._tiles(ROWS, config.block_q)
         if self.passes_both:
-            memory["p_of_bias"] = memory["p"]
+            memory["p_of_bias"] = self._tiles(ROWS, config.block_q, dtype=self.dtype)
         if self.by_ticket:
             listeners = CONSUMERS + ADDERS * self.is_deterministic
             memory |= schedule.ticket_memory(1, listeners, in_order=self.is_deterministic)
         lines = {"q_lse": stages, "do_delta": stages_do}
         # One array for both: each array starts at a multiple of 1 KiB, and there is no room for two.
-        if self.is_deterministic or self.is_paired:
+        if self.is_deterministic or self.is_paired or terms > 1:
             lines = {"lines": stages + stages_do + self.is_paired}  # the last one has barriers
         if self.is_paired:
             memory |= {"other_k": self._tiles(CONSUMERS, ROWS, self.part_size)}
@@ -367,20 +407,21 @@ class BackwardGeometry(AttentionGeometry):
             }
         memory |= {name: plgpu.SMEM((count, config.block_q), jnp.float32) for name, count in lines.items()}
         return memory | {
-            "k": self._tiles(halves, self.parts[1], ROWS, self.part_size),
-            "v": self._tiles(halves, ROWS, size),
-            "q": self._tiles(stages, config.block_q, size),
-            "do": self._tiles(stages_do, config.block_q, size),
-            "ds": self._tiles(DS_STAGES, self.blocks_per_tile * halves, config.block_q // ROWS, ROWS, ROWS),
+            "k": self._tiles(terms, halves, self.parts[1], ROWS, self.part_size),
+            "v": self._tiles(terms, halves, ROWS, size),
+            "q": self._tiles(terms, stages, config.block_q, size),
+            "do": self._tiles(terms, stages_do, config.block_q, size),
+            # What blocks of threads send each other lies together, so that terms come later.
+            "ds": self._tiles(DS_STAGES, self.blocks_per_tile * halves, terms, config.block_q // ROWS, ROWS, ROWS),
             # In tiles of 64 columns where a bias has a derivative, which goes through it too.
             "sums": self._tiles(CONSUMERS, ROWS, self.part_size // config.pieces, dtype=jnp.float32),
-            "k_full": plgpu.Barrier(num_arrivals=halves * self.parts[1] + CONSUMERS * self.is_paired),
-            "v_full": plgpu.Barrier(num_arrivals=halves),
+            "k_full": plgpu.Barrier(num_arrivals=terms * halves * self.parts[1] + CONSUMERS * self.is_paired),
+            "v_full": plgpu.Barrier(num_arrivals=terms * halves),
             "kv_empty": plgpu.Barrier(num_arrivals=CONSUMERS),
-            "step_done": step_done,
+            **({} if config.separate_dq else {"step_done": step_done}),
             **self._bias_stage(halves),
-            "q_full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            "do_full": plgpu.Barrier(num_barriers=stages_do),
+            "q_full": plgpu.Barrier(num_arrivals=terms + 1, num_barriers=stages),
+            "do_full": plgpu.Barrier(num_arrivals=terms, num_barriers=stages_do),
             "delta_full": plgpu.Barrier(num_barriers=stages_do),
             "q_empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
             "do_empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages_do),
@@ -398,8 +439,8 @@ class BackwardGeometry(AttentionGeometry):
         }
 
     def _tiles(self, *shape: int, dtype: Any = None):
-        """Describes an array in tiles as the tensor cores read them, and TMA writes them."""
-        dtype = dtype or self.dtype
+        """Describes an array in tiles as the tensor cores read them, and TMA writes them. It has operands without a dtype."""
+        dtype = dtype or (self.dtype if self.n_terms == 1 else jnp.dtype(jnp.bfloat16))
         return plgpu.SMEM(shape, dtype, transforms=tile_transforms(dtype))
 
 
@@ -414,13 +455,18 @@ def _varies(types) -> bool:
     return types["bias"].shape[-2:] == lengths and 1 not in lengths
 
 
+def _is_of_16_bits(types) -> bool:
+    """Returns True if the bias has the dtype of queries, and both have 16 bits."""
+    return types["bias"].dtype == types["query"].dtype and types["query"].dtype.itemsize == 2
+
+
 def _bias_gradient(types, batch, soft_cap, is_partial) -> BiasGradient:
     """Says how the derivative of a bias is written, from the types of operands and the sizes of the batch."""
     if not _varies(types):
         return BiasGradient.SUMS
     bias, (length, heads, _) = types["bias"], types["query"].shape[-3:]
     is_whole = bias.shape == (*batch, heads, length, bias.shape[-1])
-    is_of_products = soft_cap is None and bias.dtype == types["query"].dtype and not is_partial
+    is_of_products = soft_cap is None and _is_of_16_bits(types) and not is_partial
     return BiasGradient.STORED if is_whole and is_of_products else BiasGradient.ADDED
 
 
@@ -436,11 +482,13 @@ def shape_backward(
 
     `is_partial` is as in `BackwardPlan`, `options` as in `AttentionProblem`.
     """
-    size, config = backward_config(types["query"].shape[-1], types["value"].shape[-1])
     has_limits = bool({"query_lengths", "key_lengths", "query_offset", "query_segments"} & set(types))
     shapes, bias_gradient = shapes_of(types, target), BiasGradient.NONE
     if "bias" in wanted:
         bias_gradient = _bias_gradient(types, shapes["batch"], options["soft_cap"], is_partial)
+    head_size, value_size = (types[name].shape[-1] for name in ("query", "value"))
+    passes_both = "bias" in wanted and options["soft_cap"] is not None
+    size, config = backward_config(head_size, value_size, shapes["dtype"], passes_both=passes_both)
     shape = functools.partial(
         BackwardGeometry,
         **shapes | {"names": frozenset(types) - {"sinks"}},
@@ -451,7 +499,7 @@ def shape_backward(
         is_varying=has_limits or ("mask" in types and key_blocks.is_shared(types["mask"])),
     )
     plain = shape(config=config)
-    if "bias" in types and _varies(types) and types["bias"].dtype == types["query"].dtype:
+    if "bias" in types and _varies(types) and _is_of_16_bits(types):
         staged = shape(config=replace(config, stages=(2, config.stages[1]), stages_bias=True))
         # Two blocks of threads take 4259 us where each thread loads its elements of the bias, and single ones 4410 us where TMA
         # does (head size 256, 4096 tokens, H100).

@@ -6,7 +6,7 @@ The forward kernel has queries as rows of a product, the backward kernel keys: S
 import math
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -132,6 +132,30 @@ def batch_index(batch: tuple[int, ...], shape: tuple[int, ...]) -> Callable[[Any
         return total
 
     return index
+
+
+def split_terms(array: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """Splits a float32 operand `[..., rows, heads, head size]` into two terms of bfloat16, with `size` columns.
+
+    TMA copies whole tiles of 8 rows: there are more rows, all 0, if their number is no multiple of 8. XLA computes both terms
+    in one kernel.
+    """
+    rest = [(0, -array.shape[-3] % 8), (0, 0), (0, size - array.shape[-1])]
+    array = jnp.pad(array, [(0, 0)] * (array.ndim - 3) + rest)
+    # Not two casts, which XLA takes for the number that was cast: the low term would be 0.
+    high = lax.reduce_precision(array, exponent_bits=8, mantissa_bits=7)
+    return high.astype(jnp.bfloat16), (array - high).astype(jnp.bfloat16)
+
+
+def pair_terms(left: Sequence[Any], right: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Pairs terms of two operands that are multiplied, the smallest products first.
+
+    An operand of 16 bits is one term. An operand of float32 is two, the high one first, and the product of both low terms is
+    left out.
+    """
+    if len(left) == 1:
+        return [(left[0], right[0])]
+    return list(zip((left[1], left[0], left[0]), (right[0], right[1], right[0]), strict=True))
 
 
 def hidden_zero(step, use: int):

@@ -32,7 +32,7 @@ from jax.typing import DTypeLike
 
 from jaxsoftmax._gpu import schedule
 from jaxsoftmax._gpu.kernel import kernel_of
-from jaxsoftmax.ops.attention.mosaic_sm90.common import lay_out
+from jaxsoftmax.ops.attention.mosaic_sm90.common import lay_out, split_terms
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_formats import (
     ByteConverter,
     ByteCopies,
@@ -41,7 +41,6 @@ from jaxsoftmax.ops.attention.mosaic_sm90.forward_formats import (
     SplitCopies,
     TermCopies,
     TermSlots,
-    split_terms,
 )
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_pipeline import ForwardConsumer, ForwardProducer, ForwardSlots, TmaCopies
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardGeometry, ForwardTiles, HeadRows, make_tables

@@ -18,14 +18,13 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxsoftmax._gpu import wgmma
-from jaxsoftmax.ops.attention.mosaic_sm90.common import ROWS, SWIZZLED, GlobalOperand
+from jaxsoftmax.ops.attention.mosaic_sm90.common import ROWS, SWIZZLED, GlobalOperand, pair_terms
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_pipeline import ForwardSlots, TmaCopies
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardGeometry
 
@@ -108,8 +107,7 @@ class TermSlots(ForwardSlots):
             plgpu.wgmma(o_acc, p, v)
 
     def pairs(self, left, right):
-        """Pairs terms that are multiplied, the smallest products first. The product of both low terms is left out."""
-        return zip((left[1], left[0], left[0]), (right[0], right[1], right[0]), strict=True)
+        return pair_terms(left, right)
 
     def rounded(self, weights):
         return wgmma.bfloat16_terms(weights)
@@ -158,19 +156,6 @@ class SplitCopies(TmaCopies):
             operand = self.operands[part]
             source = operand.ref.at[operand.index(tile.b)].at[pl.ds(first, rows), head, pl.ds(0, term.shape[1])]
             plgpu.copy_gmem_to_smem(source, term, memory[f"{letter}_full"].at[slot])
-
-
-def split_terms(array: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """Splits float32 keys or values `[..., keys, heads, head size]` into two terms of bfloat16, with `size` columns.
-
-    TMA copies whole tiles of 8 rows: there are more keys, all 0, if their number is no multiple of 8. XLA computes both terms
-    in one kernel.
-    """
-    rest = [(0, -array.shape[-3] % 8), (0, 0), (0, size - array.shape[-1])]
-    array = jnp.pad(array, [(0, 0)] * (array.ndim - 3) + rest)
-    # Not two casts, which XLA takes for the number that was cast: the low term would be 0.
-    high = lax.reduce_precision(array, exponent_bits=8, mantissa_bits=7)
-    return high.astype(jnp.bfloat16), (array - high).astype(jnp.bfloat16)
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ class ForwardSlots:
 
     def pairs(self, left, right):
         """Pairs the slabs of two operands that are multiplied with each other."""
-        return zip(left, right, strict=True)
+        return list(zip(left, right, strict=True))
 
     def rounded(self, weights):
         """Returns weights as the tensor cores take them, from registers."""

@@ -1,0 +1,155 @@
+"""Runs the kernel of attention's derivatives without a GPU, by Pallas' interpreter of GPU kernels.
+
+It knows barriers, TMA, and products of shared memory. Stand-ins are here for left operands in registers, copies that add, and
+functions that are MLIR. The interpreter multiplies and copies at once, and runs one block of threads after the other: it does
+not show that a wait for products, or for a turn, is too short. These do not run at all: sums that start with values, two blocks
+of threads that share a tile, tickets, and keys that do not fill the last tile.
+"""
+
+import contextlib
+import threading
+from unittest import mock
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
+from jax.experimental import pallas as pl
+
+from jaxsoftmax._core.implementation import Refusal
+from jaxsoftmax._gpu import emit, schedule, sync, tickets, wgmma
+from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
+from jaxsoftmax.ops.attention import primitive
+from jaxsoftmax.ops.attention.mosaic_sm90 import backward_pipeline
+
+_adding = threading.Lock()
+_of_thread = threading.local()  # the reduction of the copy that a thread starts
+_copy, _multiply, _Copy = gpu_callbacks.copy_smem_to_gmem, gpu_callbacks.wgmma, gpu_callbacks.AsyncCopySmemToGmemTask
+
+
+class _Addition(_Copy):
+    """A copy that adds to what is there."""
+
+    def __call__(self, tma_thread_id):
+        memory = gpu_callbacks._get_shared_memory()
+
+        def load(key, access):
+            return memory.get_buffer_content(key, access, self.thread, logging_info=self.logging_info)[0]
+
+        shape = memory.buffer_shape_and_dtype(self.dst_allocation_key).shape
+        value = load(self.src_allocation_key, self.src_access)
+        clipped = gpu_callbacks._clip_store_to_shape(self.dst_access, value, tuple(shape))
+        if clipped is not None:
+            access, value = clipped
+            with _adding:
+                total = load(self.dst_allocation_key, access) + value
+                memory.store_buffer_content(self.dst_allocation_key, access, total, self.thread, logging_info=self.logging_info)
+        self.post_write(tma_thread_id, memory)
+
+
+def _copy_or_add(*, reduction_op, **options):
+    assert reduction_op in (None, "add")
+    _of_thread.reduction_op = reduction_op
+    return _copy(reduction_op=None, **options)
+
+
+def _task_of_copy(**options):
+    return (_Copy if _of_thread.reduction_op is None else _Addition)(**options)
+
+
+def _multiply_from_registers(*, a_allocation_key_as_array, **options):
+    """Multiplies, also where the left operand is an array and not the key of one in shared memory."""
+    left = np.asarray(a_allocation_key_as_array)
+    if left.ndim == 1:
+        return _multiply(a_allocation_key_as_array=left, **options)
+    memory, thread = gpu_callbacks._get_shared_memory(), options["thread"]
+    logging_info = shared_memory.GPULoggingInfo(options["mesh_location"], thread, options["source_info"])
+
+    def place(name):
+        key = gpu_callbacks.HostAllocationKey.from_array(options[f"{name}_allocation_key_as_array"])
+        transforms = gpu_callbacks._remove_noop_transforms(options[f"{name}_transforms"])
+        return key, memory.access(key, jax.tree.map(int, transforms))
+
+    def load(name):
+        return memory.get_buffer_content(*place(name), thread, logging_info=logging_info)[0]
+
+    total = load("acc") + np.matmul(left, load("b"), dtype=np.float32)
+    memory.store_buffer_content(*place("acc"), total, thread, logging_info=logging_info)
+    return options["token"]
+
+
+def _deallocate(barrier):
+    with barrier.cv:
+        barrier.ref_count -= 1  # barriers may have completed phases that nobody waits for
+
+
+def _named_barrier(operation):
+    """Returns a function that arrives at one of the hardware's barriers, and waits there if `operation` is "sync"."""
+    num_threads = 256
+
+    def meet(barrier):
+        @plgpu.inline_mgpu(arg_types=(emit.SPLAT,))
+        def bar_op(_, barrier):  # the interpreter knows the name, and the names around
+            return operation, num_threads
+
+        bar_op(jnp.int32(barrier))
+
+    return meet
+
+
+def _terms(product):
+    high = lax.reduce_precision(product, exponent_bits=8, mantissa_bits=7)
+    return high.astype(jnp.bfloat16), (product - high).astype(jnp.bfloat16)
+
+
+def _band(scores, low, high, hidden):
+    columns = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+    seen = jnp.full(scores.shape, fill_value=True)
+    seen &= True if low is None else columns >= low[:, None]
+    seen &= True if high is None else columns <= high[:, None]
+    return jnp.where(seen, scores, hidden)
+
+
+def _load_transposed(ref, row, col, limits, shape, *, varies):
+    assert all(varies)
+    return ref[pl.ds(row, shape[1]), pl.ds(col, shape[0])].T
+
+
+def _store_product(ref, row, col, limits, values):
+    ref[pl.ds(row, values.shape[0]), pl.ds(col, values.shape[1])] = values
+
+
+STAND_INS = {
+    gpu_callbacks: {"copy_smem_to_gmem": _copy_or_add, "AsyncCopySmemToGmemTask": _task_of_copy}
+    | {"wgmma": _multiply_from_registers},
+    shared_memory.Barrier: {"deallocate": _deallocate},
+    wgmma: {"bfloat16_terms": _terms, "band": _band, "load_transposed": _load_transposed, "store_product": _store_product}
+    | {"split_pairs": lambda product: product},
+    sync: {
+        "named_barrier_sync": _named_barrier("sync"),
+        "named_barrier_arrive": _named_barrier("arrive"),
+    },
+    backward_pipeline: {"_meet": lambda: sync.named_barrier_sync(backward_pipeline._BOTH), "tanh": jnp.tanh},
+    schedule: {"ticket_counter": lambda: None},
+    tickets: {"await_count": lambda *_: None, "add_one": lambda *_: None},
+}
+
+
+def cotangents(target, operands, **params):
+    """Returns the cotangents of attention that `params` want, by the kernel that is planned for a target."""
+    types = {name: jax.typeof(operand) for name, operand in operands.items()}
+    plan = mosaic.plan(primitive.ATTENTION_VJP.problem(primitive.ATTENTION_VJP, types, params), target)
+    assert not isinstance(plan, Refusal), plan
+    for name in ("is_seeded", "seeds_delta", "by_ticket"):
+        object.__setattr__(plan.geometry, name, False)
+    assert not plan.geometry.is_paired
+    params = plgpu.InterpretGPUParams(inline_mgpu="_hack_model_inline_mgpu_tokamax")
+    with contextlib.ExitStack() as patches:
+        for place, names in STAND_INS.items():
+            patches.enter_context(mock.patch.multiple(place, **names))
+        patches.callback(gpu_callbacks.reset_gpu_interpret_mode_state)
+        patches.enter_context(plgpu.force_gpu_interpret_mode(params))
+        patches.enter_context(jax.default_device(jax.devices("cpu")[0]))
+        return jax.block_until_ready(plan.run(**operands))
