@@ -282,10 +282,10 @@ def of_float32(kinds):
     return [kind for kind in kinds if has_float32(kind)]
 
 
-def check_case(kind, dtype=None, **more):
+def check_case(kind, dtype=None, *, deterministic_gradients=False):
     make, index = CASES[kind], list(CASES).index(kind)
     given, options = make(dtype or DTYPES[index % 2])
-    return check("mosaic", given, options | more)
+    return check("mosaic", given, options | {"deterministic_gradients": deterministic_gradients})
 
 
 # Of each head size what waits for turns: with a table of lengths or segments and without, and with the most shared memory.
@@ -305,7 +305,7 @@ DETERMINISTIC += ["bias (1,4,130,201) float32", "bias (2,1,130,201) bfloat16", "
     + [(kind, True, "float32") for kind in of_float32(DETERMINISTIC)],
 )
 def test_one_of_each_kind(kind, deterministic, dtype):
-    check_case(kind, dtype, deterministic=deterministic)
+    check_case(kind, dtype, deterministic_gradients=deterministic)
 
 
 @pytest.mark.gpu
@@ -640,7 +640,7 @@ def differ(array, other):
     "kind", ["segments shuffled", "many tiles", "bias of -inf, size 256", "segments, size 256, groups of 3"]
 )
 def test_native_deterministic_cotangents(kind):
-    check_case(kind, deterministic=True)
+    check_case(kind, deterministic_gradients=True)
 
 
 @pytest.mark.gpu
@@ -648,7 +648,7 @@ def test_native_deterministic_cotangents(kind):
 def test_native_tiles_without_a_table(kind, deterministic, monkeypatch):
     monkeypatch.setattr(schedule, "MAX_SCHEDULED", 0)
     with kernels.target(multiprocessors=3):
-        check_case(kind, deterministic=deterministic)
+        check_case(kind, deterministic_gradients=deterministic)
 
 
 @pytest.mark.gpu
@@ -656,7 +656,7 @@ def test_native_deterministic_bits_do_not_depend_on_who_takes_a_tile():
     found = []
     for count in (1, 5, 132):
         with kernels.target(multiprocessors=count):
-            found.append(jax.tree.map(np.asarray, check_case("segments, size 128", deterministic=True)))
+            found.append(jax.tree.map(np.asarray, check_case("segments, size 128", deterministic_gradients=True)))
     for other in found[1:]:
         assert all(found[0][name].tobytes() == other[name].tobytes() for name in other)
 
