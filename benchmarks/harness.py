@@ -1,5 +1,6 @@
 """Measures cells: every contender is built, checked, and timed in turns with the others."""
 
+import itertools
 import math
 import os
 import statistics
@@ -33,7 +34,8 @@ class Effort:
     """Amount of measurements: `rounds` rounds of at least `calls` calls, over input buffers that pass `cache` bytes together.
 
     A round of a program lasts `turn` seconds at least. If the GPU is `loaded`, so does a round of any call, back to back, by
-    the wall clock. The first `warm_ups` rounds do not count. The GPU rests for `pause` seconds before each turn.
+    the wall clock. The first `warm_ups` rounds do not count. The GPU rests for `pause` seconds before each turn. `ahead` cells
+    are compiled and checked at the same time, before they are timed one after the other.
     """
 
     rounds: int = 5
@@ -44,6 +46,7 @@ class Effort:
     loaded: bool = False
     warm_ups: int = 0
     pause: float = 0
+    ahead: int = 1
 
     def buffers(self, cell: Cell) -> int:
         if cell.pass_ == FIRST_CALL or cell.devices > 1 or not cell.jitted:  # whose calls follow on one another
@@ -99,7 +102,7 @@ class Run:
         self._id = new_run()
         self._copy_speed: dict[str, float] = {}
         self._named: set[str] = set()
-        self._last: tuple[Cell, tuple[Any, ...]] | None = None
+        self._hurtful_of: dict[str, tuple[Any, ...]] = {}
         self._lock = threading.Lock()
         self._turn = threading.Lock()
 
@@ -107,27 +110,37 @@ class Run:
         """Measures cells in their order; copies come before what is compared with them."""
         start = time.perf_counter()
         self._say(f"run {self._id} on {self._gpu}, jax {jax.__version__}, commit {self._commit}\n{_HEADER}")
-        for cell in cells:
-            self._measure(cell)
+        for batch in itertools.batched(cells, self._effort.ahead):
+            with ThreadPoolExecutor(len(batch)) as pool:
+                entered = [*(pool.map if len(batch) > 1 else map)(self._entrants, batch)]
+            while entered:  # which frees the memory of those before
+                self._measure(*entered.pop(0))
         self._say(f"{time.perf_counter() - start:.0f} s")
 
     def ours(self, cell: Cell) -> Entrant | None:
         """Ours alone, with its values checked, for `take_turn`; None where `problems` or `left_out` says why not."""
         inputs = self._inputs_that_fit(cell)
         (contender,) = [contender for contender in cell.contenders if contender.name == OURS]
-        return None if inputs is None else self._enter(cell, contender, inputs)
+        entrant = None if inputs is None else self._enter(cell, contender, inputs)
+        self._hurtful_of.pop(cell.name, None)
+        return entrant
 
-    def _measure(self, cell: Cell) -> None:
+    def _entrants(self, cell: Cell) -> tuple[Cell, list[Entrant]]:
+        """The contenders of a cell that take part, with their values checked."""
         inputs = self._inputs_that_fit(cell)
         if inputs is None:
-            return
+            return cell, []
         contenders = [contender for contender in cell.contenders if self._takes_part(contender)]
         with ThreadPoolExecutor(1 if cell.pass_ == FIRST_CALL else 4) as pool:  # most of the time is the compilers'
             in_turns = cell.program and cell.devices == 1
             together = [c for c in contenders if c.framework == "jax" and not (c.alone or in_turns)]
             own = {c: pool.submit(self._enter, cell, c, inputs) for c in together}
         entrants = [own[c].result() if c in own else self._enter(cell, c, inputs) for c in contenders]
-        entrants = [entrant for entrant in entrants if entrant is not None]
+        self._hurtful_of.pop(cell.name, None)  # whose memory is needed
+        return cell, [entrant for entrant in entrants if entrant is not None]
+
+    def _measure(self, cell: Cell, entrants: list[Entrant]) -> None:
+        """Times and records the entrants of a cell."""
         if cell.pass_ != FIRST_CALL or cell.program:
             self._time(cell, entrants)
         fastest: dict[str, Entrant] = {}
@@ -138,7 +151,6 @@ class Run:
                 self._record(cell, entrant)
 
     def _inputs_that_fit(self, cell: Cell) -> list[tuple[Any, ...]] | None:
-        self._last = None  # whose memory is needed
         try:
             return self._inputs(cell)
         except Exception as problem:
@@ -234,9 +246,9 @@ class Run:
     def _hurtful(self, cell: Cell) -> tuple[Any, ...]:
         """Inputs with large values, the same for all contenders of a cell."""
         with self._lock:
-            if self._last is None or self._last[0] is not cell:
-                self._last = cell, cell.inputs(jax.random.key(1), True)
-            return self._last[1]
+            if cell.name not in self._hurtful_of:
+                self._hurtful_of[cell.name] = cell.inputs(jax.random.key(1), True)
+            return self._hurtful_of[cell.name]
 
     def _time(self, cell: Cell, entrants: list[Entrant]) -> None:
         """Rounds in which each entrant has its turn, so that a drift of the clocks hits all alike."""

@@ -24,6 +24,7 @@ from benchmarks.harness import Effort
 
 TURN = 2.0  # seconds: in turns of 20 ms clocks had not settled, 411 us at first, 470 us later (H100, 128, causal)
 PAUSE = 0.1  # seconds: calls of 0.1 to 15 ms keep the mean power far below the limit
+AHEAD = 8  # cells: one takes 8 s of compilers, and less than 1 GB of memory
 CONTENDERS = (OURS, "flash_attention_3", "cudnn")
 LENGTHS, SHORT_LENGTHS = (4096, 16384), (512, 1024)
 GROUP = 4  # query heads that share a key head
@@ -32,12 +33,12 @@ HELD_OUT_LENGTHS, HELD_OUT_HEADS, HELD_OUT_SIZES = (3000, 6016, 10240), (24, 40)
 
 def effort(turn: float) -> Effort:
     """Returns the effort of `attention_sustained`: two turns after one that only warms the GPU up."""
-    return Effort(rounds=2, calls=1, turn=turn, loaded=True, warm_ups=1)
+    return Effort(rounds=2, calls=1, turn=turn, loaded=True, warm_ups=1, ahead=AHEAD)
 
 
 def cool_effort(pause: float) -> Effort:
     """Returns the effort of `attention_cool`: 15 launches."""
-    return Effort(rounds=15, calls=1, cache=0, pause=pause)
+    return Effort(rounds=15, calls=1, cache=0, pause=pause, ahead=AHEAD)
 
 
 def cells() -> list[Cell]:

@@ -1891,6 +1891,29 @@ def test_a_cool_gpu_rests_before_each_of_15_launches(monkeypatch):
     assert (row.us, row.millijoules, row.sm_mhz) == (16.0, None, None)
 
 
+def test_cells_are_entered_ahead_and_timed_one_after_the_other():
+    events = []
+
+    def watched(cell):
+        def inputs(key, hurtful):
+            events.append(("inputs", cell.name))
+            return cell.inputs(key, hurtful)
+
+        return dataclasses.replace(cell, inputs=inputs)
+
+    def clock(function, arguments, calls, framework):
+        events.append(("time", None))
+        return 1.0
+
+    names = ["softmax forward float16 32x512", "softmax forward float32 32x512", "softmax forward bfloat16 32x512"]
+    _, rows, _ = measured(*(watched(tiny(name)) for name in names), clock=clock, effort=dataclasses.replace(QUICK, ahead=2))
+    assert list(dict.fromkeys(row.dtype for row in rows)) == ["float16", "float32", "bfloat16"]
+    first_timed = events.index(("time", None))
+    entered = {name for kind, name in events[:first_timed] if kind == "inputs"}
+    assert entered == set(names[:2])
+    assert ("inputs", names[2]) in events[first_timed:]
+
+
 def test_buffers_rotate_where_they_would_fit_in_cache():
     seen = []
 
