@@ -14,11 +14,13 @@ again, two for their tangent, and two for that of the output. `bytes` are those 
 array.
 """
 
+import collections
 import functools
 import importlib
 import itertools
 import math
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -368,20 +370,21 @@ def _entries(call: Call) -> list[int]:
     return list(range(0 if call.backward and "bias" in call.extras else call.batch - 1, call.batch))
 
 
-# The last truths, with calls and inputs: contenders have the same, one after another or at the same time.
-_known: list[tuple[Call, Sequence[Any], list[Any]]] = []
-_lock = threading.Lock()
+# The last truths, with calls and queries, by which inputs are known: contenders have the same, one after another or at the same
+# time. Several cells are checked at a time, each with inputs of two kinds.
+_known: collections.deque[tuple[Call, weakref.ref[Any], list[Any]]] = collections.deque(maxlen=32)
+_locks: collections.defaultdict[Call, threading.Lock] = collections.defaultdict(threading.Lock)
 
 
 def _truths(call: Call, inputs: Sequence[Any], at: np.ndarray) -> list[Any]:
     """Computes the truths of the parts of the outputs that are sampled."""
-    with _lock:
-        for known, own, truths in _known:
-            if known is call and all(a is b for a, b in zip(own, inputs, strict=True)):
+    with _locks[call]:
+        for known, query, truths in list(_known):
+            if known == call and query() is inputs[0]:
                 return truths
         in_truth = _gradients_in_truth if call.backward else _tangent_in_truth if call.tangents else _output_in_truth
         truths = in_truth(call, inputs, at)
-        _known[:] = [*_known[-1:], (call, inputs, truths)]
+        _known.append((call, weakref.ref(inputs[0]), truths))
         return truths
 
 
