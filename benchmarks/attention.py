@@ -374,11 +374,14 @@ def _entries(call: Call) -> list[int]:
 # time. Several cells are checked at a time, each with inputs of two kinds.
 _known: collections.deque[tuple[Call, weakref.ref[Any], list[Any]]] = collections.deque(maxlen=32)
 _locks: collections.defaultdict[Call, threading.Lock] = collections.defaultdict(threading.Lock)
+_lock_of_locks = threading.Lock()
 
 
 def _truths(call: Call, inputs: Sequence[Any], at: np.ndarray) -> list[Any]:
     """Computes the truths of the parts of the outputs that are sampled."""
-    with _locks[call]:
+    with _lock_of_locks:
+        lock = _locks[call]
+    with lock:
         for known, query, truths in list(_known):
             if known == call and query() is inputs[0]:
                 return truths

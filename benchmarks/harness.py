@@ -35,7 +35,7 @@ class Effort:
 
     A round of a program lasts `turn` seconds at least. If the GPU is `loaded`, so does a round of any call, back to back, by
     the wall clock. The first `warm_ups` rounds do not count. The GPU rests for `pause` seconds before each turn. `ahead` cells
-    are compiled and checked at the same time, before they are timed one after the other.
+    are compiled and checked at the same time, before they are timed one after the other: for calls of JAX on one device.
     """
 
     rounds: int = 5
@@ -112,8 +112,10 @@ class Run:
         self._say(f"run {self._id} on {self._gpu}, jax {jax.__version__}, commit {self._commit}\n{_HEADER}")
         for batch in itertools.batched(cells, self._effort.ahead):
             with ThreadPoolExecutor(len(batch)) as pool:
-                entered = [*(pool.map if len(batch) > 1 else map)(self._entrants, batch)]
-            while entered:  # which frees the memory of those before
+                own = [*(pool.map if len(batch) > 1 else map)(self._enter_together, batch)]
+            entered = [(cell, self._enter_alone(cell, *given)) for cell, given in zip(batch, own, strict=True)]
+            del own
+            while entered:  # `pop` frees the memory of cells that are timed
                 self._measure(*entered.pop(0))
         self._say(f"{time.perf_counter() - start:.0f} s")
 
@@ -125,19 +127,28 @@ class Run:
         self._hurtful_of.pop(cell.name, None)
         return entrant
 
-    def _entrants(self, cell: Cell) -> tuple[Cell, list[Entrant]]:
-        """The contenders of a cell that take part, with their values checked."""
+    def _enter_together(self, cell: Cell) -> tuple[list[tuple[Any, ...]] | None, dict[Contender, Entrant | None]]:
+        """The inputs of a cell, and those of its contenders that may be built at the same time, with their values checked."""
         inputs = self._inputs_that_fit(cell)
         if inputs is None:
-            return cell, []
+            return None, {}
         contenders = [contender for contender in cell.contenders if self._takes_part(contender)]
         with ThreadPoolExecutor(1 if cell.pass_ == FIRST_CALL else 4) as pool:  # most of the time is the compilers'
             in_turns = cell.program and cell.devices == 1
             together = [c for c in contenders if c.framework == "jax" and not (c.alone or in_turns)]
             own = {c: pool.submit(self._enter, cell, c, inputs) for c in together}
-        entrants = [own[c].result() if c in own else self._enter(cell, c, inputs) for c in contenders]
-        self._hurtful_of.pop(cell.name, None)  # whose memory is needed
-        return cell, [entrant for entrant in entrants if entrant is not None]
+        return inputs, {c: entrant.result() for c, entrant in own.items()}
+
+    def _enter_alone(
+        self, cell: Cell, inputs: list[tuple[Any, ...]] | None, own: dict[Contender, Entrant | None]
+    ) -> list[Entrant]:
+        """All contenders of a cell that take part: those that have entered, and those that are built while no other is."""
+        if inputs is None:
+            return []
+        contenders = [contender for contender in cell.contenders if self._takes_part(contender)]
+        entrants = [own[c] if c in own else self._enter(cell, c, inputs) for c in contenders]
+        self._hurtful_of.pop(cell.name, None)  # its memory is needed
+        return [entrant for entrant in entrants if entrant is not None]
 
     def _measure(self, cell: Cell, entrants: list[Entrant]) -> None:
         """Times and records the entrants of a cell."""

@@ -24,7 +24,7 @@ from benchmarks.harness import Effort
 
 TURN = 2.0  # seconds: in turns of 20 ms clocks had not settled, 411 us at first, 470 us later (H100, 128, causal)
 PAUSE = 0.1  # seconds: calls of 0.1 to 15 ms keep the mean power far below the limit
-AHEAD = 8  # cells: one takes 8 s of compilers, and less than 1 GB of memory
+AHEAD = 8  # cells; each needs 8 s of compilation and less than 1 GB of memory
 CONTENDERS = (OURS, "flash_attention_3", "cudnn")
 LENGTHS, SHORT_LENGTHS = (4096, 16384), (512, 1024)
 GROUP = 4  # query heads that share a key head

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import types
 from xml.etree import ElementTree
 
@@ -1912,6 +1913,29 @@ def test_cells_are_entered_ahead_and_timed_one_after_the_other():
     entered = {name for kind, name in events[:first_timed] if kind == "inputs"}
     assert entered == set(names[:2])
     assert ("inputs", names[2]) in events[first_timed:]
+
+
+def test_nothing_else_is_built_beside_a_contender_that_is_built_alone():
+    building, met = [], []
+
+    def watched(contender, alone):
+        def build():
+            building.append(alone)
+            time.sleep(0.05)
+            met.append(sorted(building))
+            building.remove(alone)
+            return contender.build()
+
+        return dataclasses.replace(contender, alone=alone, build=build)
+
+    def cell_of(name):
+        cell = tiny(name, contenders=tuple(c for c in tiny(name).contenders if c.name in (OURS, "jax.nn")))
+        return dataclasses.replace(cell, contenders=tuple(watched(c, alone=c.name != OURS) for c in cell.contenders))
+
+    cells = [cell_of(f"softmax forward {dtype} 32x512") for dtype in ("float16", "float32")]
+    _, rows, _ = measured(*cells, effort=dataclasses.replace(QUICK, ahead=2))
+    assert len(rows) == 4
+    assert [beside for beside in met if True in beside] == [[True], [True]]
 
 
 def test_buffers_rotate_where_they_would_fit_in_cache():

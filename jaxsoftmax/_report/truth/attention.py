@@ -188,13 +188,13 @@ def cotangents(dout, dlse, *args, tight=False, **kwargs) -> dict[str, Truth]:
     ds_error = (w.unit + lse_error + w.narrow + 8 * EPS) * ds_size + w.p * delta_error[..., None]
     p_error = (w.unit + lse_error + w.narrow + 8 * EPS) * w.p * w.z
     dx_size, dx_floor = ds_size, 0.0
-    cut_off = 8 / 3 if w.product else 8
+    products_per_unit = 8 / 3 if w.product else 8  # three products for one
     if tight:
         out = np.abs(np.matmul(w.p * w.z, w.v))
         out_error = np.matmul((w.unit + w.narrow) * w.p * w.z, np.abs(w.v))
         delta_error = np.sum((out_error + w.narrow * out + w.floor) * np.abs(do), -1)
         g_size = w.z * dp_size + delta_size + np.abs(dl)
-        g_error = (8 + w.v.shape[-1] / cut_off) * EPS * g_size + w.product * w.z * dp_size + delta_error[..., None]
+        g_error = (8 + w.v.shape[-1] / products_per_unit) * EPS * g_size + w.product * w.z * dp_size + delta_error[..., None]
         relative, floor = w.unit + lse_error + 8 * EPS, np.where(w.seen, w.floor, 0.0)
         is_wide = max(w.q.shape[-1], w.v.shape[-1]) > 128
         ds_error = relative * np.abs(ds) + w.p * (1 + relative) * g_error + np.where(w.seen, TINY, 0.0) * np.abs(g)
@@ -219,7 +219,7 @@ def cotangents(dout, dlse, *args, tight=False, **kwargs) -> dict[str, Truth]:
         dx_error += w.narrow * np.abs(dx) + dx_floor
     if kwargs.get("logits_soft_cap") is not None:  # 1 - tanh^2 cancels
         dx_error = dx_error + 16 * EPS * abs(w.scale) * dx_size + slope * dx_size * w.unit
-    of_row, of_col = ((n / cut_off * EPS if tight else 0.0) for n in (ds.shape[-1], w.groups * ds.shape[-2]))
+    of_row, of_col = ((n / products_per_unit * EPS if tight else 0.0) for n in (ds.shape[-1], w.groups * ds.shape[-2]))
     results = {
         "query": heads_last(np.matmul(dx, w.k), np.matmul(dx_error + of_row * np.abs(dx), np.abs(w.k))),
         "key": of_keys(dx, w.q, dx_error),

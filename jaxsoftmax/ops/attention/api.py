@@ -148,13 +148,13 @@ def dot_product_attention(
         and no `jax.shard_map` shards the sequence: a model then picks the strategy.
       implementation: None for the best implementation for this platform, GPU, shape and dtype; or its name, "mosaic", "triton"
         or "xla". Derivatives run on the reference "xla" where the named one has no kernel for that kind of derivative at all
-        (tangents of float32), and raise NotImplementedError where it has one that cannot run this call.
+        (as for tangents of float32), and raise NotImplementedError where it has one that cannot run this call.
       precision: precision of products of float32 operands, as `jax.lax.dot` takes it; None for `jax_default_matmul_precision`.
         `"highest"`, `"float32"` and algorithms of more than three bfloat16 products ask for float32 products. With any other
         value, "mosaic" replaces each product by three bfloat16 products. Their error is at most 2^-15 of the sum of the
         absolute terms; that of TF32, which `jax.nn` uses on NVIDIA GPUs, is 2^-10. Infinite operands, and operands beyond
-        3.39e38, then give NaN. So do gradients; tangents use float32 products. With 16-bit operands, "xla" multiplies its
-        float32 weights by three bfloat16 products on NVIDIA GPUs of compute capability 8.0 or more.
+        3.39e38, then give NaN. Gradients multiply alike; tangents use float32 products. With 16-bit operands, "xla" multiplies
+        its float32 weights by three bfloat16 products on NVIDIA GPUs of compute capability 8.0 or more.
       return_residual: True to return the log-sum-exp too. The name is that of `jax.nn`; other ops call it `return_lse`.
 
     Returns:

@@ -194,8 +194,8 @@ def _whole(geometry: BackwardGeometry, array, sizes):
     return jnp.pad(array, ((0, 0), (0, more[0]), (0, 0), (0, more[1]))) if any(more) else array
 
 
-def _factor(geometry: BackwardGeometry, name, array, sizes) -> OrderedDict[str, jax.Array]:
-    """Returns an operand of products as `_whole` does, or its terms if it is float32, by name."""
+def _terms(geometry: BackwardGeometry, name, array, sizes) -> OrderedDict[str, jax.Array]:
+    """Returns an operand of products by name, as `_whole` does; of float32, its two terms."""
     whole = _whole(geometry, array, sizes)
     if geometry.n_terms == 1:
         return OrderedDict({name: whole})
@@ -223,10 +223,10 @@ def _lay_out(geometry: BackwardGeometry, operands, lse, delta, d_out):
         return jnp.pad(array, [(0, 0), (0, 0), (0, padding)])
 
     refs = OrderedDict(
-        **_factor(geometry, "query", operands["query"], geometry.query),
-        **_factor(geometry, "key", operands["key"], geometry.key),
-        **_factor(geometry, "value", operands["value"], (keys, key_heads, value_size)),
-        **_factor(geometry, "d_out", d_out, (length, heads, value_size)),
+        **_terms(geometry, "query", operands["query"], geometry.query),
+        **_terms(geometry, "key", operands["key"], geometry.key),
+        **_terms(geometry, "value", operands["value"], (keys, key_heads, value_size)),
+        **_terms(geometry, "d_out", d_out, (length, heads, value_size)),
         lse=line(lse),
         delta=line(delta),
         **extras,
@@ -302,7 +302,7 @@ def _result_types(geometry: BackwardGeometry, is_partial) -> OrderedDict[str, ja
     if geometry.has_single_heads:
         return OrderedDict()
     entries, keys, heads, size = shape = _keys_shape(geometry)
-    # What is float32 is seen as rows of all heads, for stores from registers.
+    # Results of float32 are matrices, rows of all heads, as stores from registers take them.
     if is_partial:  # one array, as devices send one
         return OrderedDict(dk_dv=jax.ShapeDtypeStruct((2 * entries * keys, heads * size), jnp.float32))
     shape = shape if geometry.n_terms == 1 else (entries * keys, heads * size)

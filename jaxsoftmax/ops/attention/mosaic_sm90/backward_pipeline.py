@@ -32,9 +32,10 @@ In float32 each operand is two terms of bfloat16, and a product is three of thei
 heads of up to 64 each consumer then adds dQ of its own 64 keys, and need not wait for the other. With heads of up to 128
 consumers share 64 keys, and dS' takes the place of P' as it does in a cluster.
 
-A barrier does not keep loads from shared memory before the copy that it allows: ptxas arrives while they are in flight. Behind
-stores to global memory they took longer than the next copy, and one run in seven of float32 gradients had a wrong delta in the
-first step of some tile (H100). So consumers free a stage behind an instruction that needs what they loaded from it.
+TMA writes in another proxy than loads read in. A barrier alone does not order a load before the copy that it allows, and ptxas
+does not wait for the load. Behind stores to global memory loads took longer than the next copy: one run in seven of float32
+gradients had a wrong delta in the first step of some tile (H100). So consumers free a stage behind an instruction that needs
+what they loaded from it.
 
 Weights are made anew from the log-sum-exp. Rows of products are keys, columns queries. Limits, segments and masks are looked at
 while the products run, as loads take long.
@@ -533,7 +534,7 @@ class BackwardConsumer(BackwardRole):
     def await_other(self, current) -> None:
         """Waits until the other consumer has arrived in the step before; in a cluster, until all four have.
 
-        The first step of a tile need not wait, as `_add_last` has waited. Nor need consumers wait that have dQ of their own.
+        The first step of a tile need not wait, as `_add_last` has waited. Consumers with dQ of their own never wait.
         """
         if not (current.is_first or self.geometry.config.separate_dq):
             plgpu.barrier_wait(self._step_done(1 - self.index, current.index - 1))

@@ -439,7 +439,7 @@ class BackwardGeometry(AttentionGeometry):
         }
 
     def _tiles(self, *shape: int, dtype: Any = None):
-        """Describes an array in tiles as the tensor cores read them, and TMA writes them. It has operands without a dtype."""
+        """Describes an array in tiles as tensor cores read and TMA writes them; without a dtype it has that of operands."""
         dtype = dtype or (self.dtype if self.n_terms == 1 else jnp.dtype(jnp.bfloat16))
         return plgpu.SMEM(shape, dtype, transforms=tile_transforms(dtype))
 

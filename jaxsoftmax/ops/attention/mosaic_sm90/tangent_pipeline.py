@@ -50,7 +50,7 @@ class TangentSlots(ForwardSlots):
         if not self.geometry.config.has_queries_in_registers:
             return []
         queries = [plgpu.load(slab, layout=LAYOUT) for slab in self.slabs("q", consumer)]
-        plgpu.commit_smem()  # orders these loads before the copy of the next tile's queries
+        plgpu.commit_smem()  # the first products need these loads; the fence orders them before the next tile's copy
         return queries
 
     def multiply_scores(self, queries, consumer, step, s_acc, t_acc=None) -> None:
