@@ -1,5 +1,6 @@
 """Measures cells: every contender is built, checked, and timed in turns with the others."""
 
+import functools
 import itertools
 import math
 import os
@@ -113,7 +114,7 @@ class Run:
         for batch in itertools.batched(cells, self._effort.ahead):
             with ThreadPoolExecutor(len(batch)) as pool:
                 own = [*(pool.map if len(batch) > 1 else map)(self._enter_together, batch)]
-            entered = [(cell, self._enter_alone(cell, *given)) for cell, given in zip(batch, own, strict=True)]
+            entered = list(zip(batch, map(self._enter_alone, batch, own), strict=True))
             del own
             while entered:  # `pop` frees the memory of cells that are timed
                 self._measure(*entered.pop(0))
@@ -127,26 +128,21 @@ class Run:
         self._hurtful_of.pop(cell.name, None)
         return entrant
 
-    def _enter_together(self, cell: Cell) -> tuple[list[tuple[Any, ...]] | None, dict[Contender, Entrant | None]]:
-        """The inputs of a cell, and those of its contenders that may be built at the same time, with their values checked."""
+    def _enter_together(self, cell: Cell) -> dict[Contender, Callable[[], Entrant | None]]:
+        """How each contender of a cell that takes part enters; those that may be built at the same time have entered."""
         inputs = self._inputs_that_fit(cell)
         if inputs is None:
-            return None, {}
+            return {}
         contenders = [contender for contender in cell.contenders if self._takes_part(contender)]
         with ThreadPoolExecutor(1 if cell.pass_ == FIRST_CALL else 4) as pool:  # most of the time is the compilers'
             in_turns = cell.program and cell.devices == 1
             together = [c for c in contenders if c.framework == "jax" and not (c.alone or in_turns)]
             own = {c: pool.submit(self._enter, cell, c, inputs) for c in together}
-        return inputs, {c: entrant.result() for c, entrant in own.items()}
+        return {c: own[c].result if c in own else functools.partial(self._enter, cell, c, inputs) for c in contenders}
 
-    def _enter_alone(
-        self, cell: Cell, inputs: list[tuple[Any, ...]] | None, own: dict[Contender, Entrant | None]
-    ) -> list[Entrant]:
-        """All contenders of a cell that take part: those that have entered, and those that are built while no other is."""
-        if inputs is None:
-            return []
-        contenders = [contender for contender in cell.contenders if self._takes_part(contender)]
-        entrants = [own[c] if c in own else self._enter(cell, c, inputs) for c in contenders]
+    def _enter_alone(self, cell: Cell, ways: dict[Contender, Callable[[], Entrant | None]]) -> list[Entrant]:
+        """All entrants of a cell, in the order of its contenders; the others enter now, while nothing else is built."""
+        entrants = [enter() for enter in ways.values()]
         self._hurtful_of.pop(cell.name, None)  # its memory is needed
         return [entrant for entrant in entrants if entrant is not None]
 

@@ -804,7 +804,7 @@ class DerivativesConsumer(BackwardConsumer):
             sync.named_barrier_arrive(jnp.int32(_WEIGHTS_READ))
         self.await_other(current)
         self.share(0, ds, scores.tile, current)
-        plgpu.barrier_arrive(memory["do_empty"].at[current.stage_do])  # behind stores of what was made of delta
+        plgpu.barrier_arrive(memory["do_empty"].at[current.stage_do])  # the stores needed delta
 
         def multiply(dq_acc):
             self.multiply_derivatives(dq_acc, current.index - 1)

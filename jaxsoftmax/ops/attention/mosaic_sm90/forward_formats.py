@@ -88,8 +88,9 @@ class TermSlots(ForwardSlots):
         """Waits until the queries of a consumer are there, or splits them if XLA split the keys.
 
         Returns the terms that the consumer has in registers. Two products of a step need not read the high term from shared
-        memory then, for which the tensor cores would wait: a product with 64 keys reads as many bytes of queries. With both
-        terms in shared memory 4096 tokens take 2085 us, with one in registers 2051 us, with both 2056 us (heads of 128, H100).
+        memory then, for which the tensor cores would wait: a product of 64 queries and 64 keys reads both in equal amounts.
+        With both terms in shared memory 4096 tokens take 2085 us, with one in registers 2051 us, with both 2056 us (heads of
+        128, H100).
         """
         if not self.geometry.config.copies_terms:
             return super().take_queries(consumer, tile, first)
