@@ -158,6 +158,11 @@ class TiledGeometry:
         object.__setattr__(self, "n_blocks", self.blocks_at_once if n_cut else min(self.blocks_at_once, n_tiles))
 
     @property
+    def alternates(self) -> bool:
+        """True if a block of threads works through the steps of its tiles in one direction and in the other by turns."""
+        return False
+
+    @property
     def blocks_at_once(self) -> int:
         """Number of blocks of threads, or clusters, that the GPU runs at a time."""
         return max(1, self.multiprocessors // self.blocks_per_tile)
@@ -293,7 +298,8 @@ class BlockTiles:
         """Does `steps = work(tile(number, *facts), steps)` for the tiles of the block, in a warpgroup; `steps` starts with 0.
 
         By tickets, the producer warpgroup passes `look_up`, a function of the number that loads the facts, int32 scalars, from
-        global memory. The other warpgroups are told. By a table there are no facts; if tiles are cut, the next entry is one.
+        global memory. The other warpgroups are told. By a table there are no facts, with two exceptions: if tiles are cut,
+        `following` is the next entry, and if directions alternate, `ordinal` is the tile's number among those of the block.
         """
         if "tile" not in self.memory:
             self._each_scheduled(work)
@@ -315,8 +321,8 @@ class BlockTiles:
         def one(i, carry):
             current, steps = carry
             following = number(i + 1)  # long before it is needed
-            facts = (following,) if self.geometry.n_cut else ()  # it says where a slice ends
-            return following, work(self.tile(current, *facts), steps)
+            facts = {"following": following} if self.geometry.n_cut else {"ordinal": i} if self.geometry.alternates else {}
+            return following, work(self.tile(current, **facts), steps)
 
         lax.fori_loop(0, count, one, (number(0), jnp.int32(0)))
 

@@ -248,6 +248,19 @@ CUT |= {
     "window that hides nothing": case(MANY | {"size": 128}, local_window_size=(900, 900)),
 }
 
+CAUSAL = {"length": 900, "keys": 900, "heads": 4, "key_heads": 2}
+ALTERNATING = {f"causal, size {size}": case(CAUSAL | {"size": size}, is_causal=True) for size in (64, 128, 256)}
+ALTERNATING |= {
+    "causal, groups of 3": case(CAUSAL | {"heads": 6, "size": 128}, is_causal=True),
+    "causal, one key head, soft cap": case(
+        CAUSAL | {"batch": (4,), "key_heads": 1, "size": 64}, is_causal=True, logits_soft_cap=3.0
+    ),
+    "causal, dropout, size 256": case(CAUSAL | {"size": 256}, is_causal=True, dropout_rate=0.3, dropout_rng=1),
+    "causal, whole bias": case(
+        CAUSAL | {"size": 128}, lambda: {"bias": random((2, 4, 900, 900), "bias").astype(jnp.bfloat16)}, is_causal=True
+    ),
+}
+
 # A few of each kind: what compute-sanitizer is run over, as CONTRIBUTING.md says.
 EACH_KIND = ["1 and 1", "65 and 63", "385 and 513, causal", "sizes 80 and 80", "sizes 256 and 256, whole", "groups of 3"]
 EACH_KIND += ["window (200, 300), size 128", "window, size 256", "lengths, causal", "lengths, size 256", "segments shuffled"]
@@ -322,33 +335,35 @@ def test_native_cotangents_in_many_shapes(kind, dtype):
     check_case(kind, dtype)
 
 
-def cut(kind, dtype=None):
-    """Returns operands and options of a case whose plan says that tiles are cut."""
-    given, options = CUT[kind](dtype or DTYPES[list(CUT).index(kind) % 2])
+def with_many_tiles(kind, dtype=None):
+    """Returns operands and options of a case in `CUT` or `ALTERNATING`, whose plan says so."""
+    cases, words = (CUT, "heads are cut") if kind in CUT else (ALTERNATING, "queries go down and up by turns")
+    given, options = cases[kind](dtype or DTYPES[list(cases).index(kind) % 2])
     moving, fixed = split(given)
     f = forward.function(options, fixed, "mosaic")
     decision = explain(pull_of(f), moving, jax.eval_shape(f, moving), platform="cuda")[-1]
-    assert "heads are cut" in decision.plan
+    assert words in decision.plan
     return given, options
 
 
-EACH_CUT = [(kind, None) for kind in CUT] + [
-    (kind, "float32") for kind in ("sizes 64 and 64", "sizes 128 and 128", "dropout", "one head")
+MANY_TILES = [(kind, None) for kind in [*CUT, *ALTERNATING]] + [
+    (kind, "float32")
+    for kind in ("sizes 64 and 64", "sizes 128 and 128", "dropout", "one head", "causal, size 64", "causal, size 128")
 ]
 
 
 @lowering.CHOICES
-@pytest.mark.parametrize(("kind", "dtype"), EACH_CUT)
-def test_tiles_of_native_cases_are_cut(kind, dtype):
+@pytest.mark.parametrize(("kind", "dtype"), MANY_TILES)
+def test_native_cases_with_many_tiles_cut_them_or_alternate(kind, dtype):
     with kernels.target(multiprocessors=7):
-        cut(kind, dtype)
+        with_many_tiles(kind, dtype)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("kind", "dtype"), EACH_CUT)
-def test_native_cotangents_of_tiles_that_are_cut(kind, dtype):
+@pytest.mark.parametrize(("kind", "dtype"), MANY_TILES)
+def test_native_cotangents_of_many_tiles(kind, dtype):
     with kernels.target(multiprocessors=7):
-        check("mosaic", *cut(kind, dtype))
+        check("mosaic", *with_many_tiles(kind, dtype))
 
 
 @pytest.mark.gpu
@@ -1286,21 +1301,25 @@ def shaped_by_heads(batch, length, heads, key_heads, *, size=128, window=(None, 
 
 
 def test_tiles_have_single_query_heads_where_they_are_done_sooner():
-    segments = {name: lowering.shaped(4, 4096, dtype="int32") for name in ("query_segments", "key_segments")}
+    segments = {
+        batch: {name: lowering.shaped(batch, 4096, dtype="int32") for name in ("query_segments", "key_segments")}
+        for batch in (4, 32)
+    }
     whole = {"window": (None, None)}
     for sizes, options, expected in [
         ((4, 4096, 16, 16), {}, False),
         ((4, 4096, 16, 1), {}, True),  # there are 128 tiles of all query heads
-        ((4, 4096, 16, 2), {}, True),  # those that run at a time visit 33 query heads
-        ((4, 4096, 16, 4), {}, False),
-        ((4, 4096, 16, 2), {"operands": segments}, True),
+        ((4, 4096, 16, 2), {}, False),  # they alternate
+        ((4, 4096, 16, 2), {"operands": segments[4]}, True),  # those that run at a time visit 33 query heads
+        ((32, 4096, 16, 4), {"operands": segments[32]}, False),
         ((4, 4096, 16, 2), whole, False),
         ((4, 4096, 16, 2), {"deterministic": True}, False),
         ((4, 4096, 16, 2), {"is_partial": True}, False),
         ((1, 16384, 16, 2), {"window": (1024, 0)}, False),  # tiles take nearly equally long
         ((1, 2048, 16, 1), whole, True),  # there are 16 tiles of all query heads
         ((4, 4096, 8, 2), {"size": 256}, False),
-        ((4, 4096, 8, 1), {"size": 256}, True),
+        ((4, 4096, 8, 1), {"size": 256}, False),
+        ((4, 4096, 8, 1), {"size": 256, "operands": segments[4]}, True),
         ((2**15, 128, 8, 2), whole, False),  # the order of too many tiles is in no table
     ]:
         plan = shaped_by_heads(*sizes, **options)
@@ -1309,6 +1328,59 @@ def test_tiles_have_single_query_heads_where_they_are_done_sooner():
         assert plan.heads_per_tile == (1 if expected else sizes[2] // sizes[3])
         of_one_head = shaped_by_heads(*sizes[:2], 1, 1, **options).costs()
         assert plan.costs() == tuple(plan.heads_per_tile * cost for cost in of_one_head)
+
+
+def test_tiles_alternate_where_several_heads_share_keys_and_tiles_have_many_lengths():
+    lengths = {"query_lengths": lowering.shaped(4, dtype="int32")}
+    for sizes, options, expected in [
+        ((4, 4096, 16, 4), {}, True),
+        ((4, 4096, 16, 2), {}, True),
+        ((1, 16384, 16, 4), {"size": 64}, True),
+        ((4, 4096, 8, 2), {"size": 256}, True),
+        ((4, 4096, 16, 4), {"window": (3000, 0)}, True),
+        ((4, 4096, 16, 4), {"window": (1024, 0)}, False),  # tiles of nearly one length, at queries of their own
+        ((4, 4096, 16, 4), {"window": (None, None)}, False),
+        ((4, 4096, 16, 16), {}, False),
+        ((4, 4096, 16, 1), {}, False),  # tiles have single heads
+        ((4, 4096, 16, 4), {"operands": lengths}, False),
+        ((4, 4096, 16, 4), {"deterministic": True}, False),
+    ]:
+        plan = shaped_by_heads(*sizes, **options)
+        assert plan.alternates is expected, (sizes, options)
+        assert ("queries go down and up by turns" in plan.describe()) == expected
+
+
+def test_blocks_of_threads_go_up_the_queries_in_every_second_tile():
+    plan = shaped_by_heads(4, 4096, 16, 4)
+    (table,), role, seen = jax.tree.leaves(schedule.table(plan)), BackwardRole(plan, {}, {}, {}), []
+
+    def work(tile, steps):
+        seen.append((int(tile.head), int(tile.number), bool(tile.goes_up)))
+        return steps
+
+    with jax.disable_jit():
+        schedule.BlockTiles(plan, 5, table, {}, role.tile).each(work)
+    count, *numbers = np.asarray(table)[5].tolist()
+    assert count > 2
+    assert [goes_up for _, _, goes_up in seen] == [i % 2 == 1 for i in range(count)]
+    assert [(head, number) for head, number, _ in seen] == [
+        (tile // plan.tiles_of_head % 4, tile % plan.tiles_of_head) for tile in numbers[:count]
+    ]
+
+
+@pytest.mark.parametrize("length", [4096, 4000])
+@pytest.mark.parametrize("heads", [12, 16])
+def test_tiles_that_alternate_visit_each_block_of_queries_with_all_heads(heads, length):
+    plan = shaped_by_heads(2, length, heads, 4)
+    assert plan.alternates
+    role = BackwardRole(plan, {}, {}, {})
+    for number, ordinal in itertools.product((0, plan.tiles_of_head - 1, plan.tiles_of_head + 7), (0, 1, 2)):
+        tile = role.tile(jnp.int32(number), ordinal=jnp.int32(ordinal))
+        steps = [tuple(map(int, role.head_and_block(tile, i))) for i in range(plan.heads_per_tile * int(tile.count))]
+        low, high = plan.visited(number % plan.tiles_of_head, HOST)
+        blocks = range(low, high) if ordinal == 1 else range(low, high)[::-1]
+        own = range(plan.heads_per_tile * int(tile.head), plan.heads_per_tile * (int(tile.head) + 1))
+        assert steps == [(head, block) for block in blocks for head in own]
 
 
 @pytest.mark.parametrize("single", [False, True])

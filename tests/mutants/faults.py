@@ -1072,6 +1072,27 @@ FAULTS = (
         "tests/attention/test_mosaic_backward.py -k single_query_heads",
     ),
     Fault(
+        "mosaic attention: all tiles of several heads go down the queries",
+        f"{_MOSAIC}/backward_pipeline.py",
+        "lax.rem(ordinal, jnp.int32(2)) != 0",
+        "ordinal < 0",
+        "tests/attention/test_mosaic_backward.py -k every_second_tile",
+    ),
+    Fault(
+        "mosaic attention: a tile that goes down starts behind its last block of queries",
+        f"{_MOSAIC}/backward_pipeline.py",
+        "jnp.where(tile.goes_up, place, tile.count - 1 - place)",
+        "jnp.where(tile.goes_up, place, tile.count - place)",
+        "tests/attention/test_mosaic_backward.py -k with_all_heads",
+    ),
+    Fault(
+        "mosaic attention: tiles of a window go up and down the queries",
+        f"{_MOSAIC}/backward_plan.py",
+        "max(costs) * len(costs) > 1.5 * sum(costs)",
+        "max(costs) * len(costs) > sum(costs)",
+        "tests/attention/test_mosaic_backward.py -k tiles_alternate_where",
+    ),
+    Fault(
         "mosaic attention: sums of keys and of values change places",
         f"{_MOSAIC}/backward_pipeline.py",
         "in (entry + entries, dv, kept_factor), (entry, dk, geometry.scale):",

@@ -106,6 +106,7 @@ class BackwardTile:
     # Number among the tiles that are cut, if it is a slice of one: `count` blocks of queries from `low` on. Below 0 if it is
     # whole, None if no tile is cut.
     cut_number: Any
+    goes_up: Any  # False, or an array that says whether queries pass from the first block to the last
 
 
 @dataclass(frozen=True)
@@ -130,8 +131,12 @@ class BackwardRole:
     operands: dict[str, GlobalOperand]  # records of the optional operands
     memory: dict[str, Any]  # arrays and barriers in shared memory
 
-    def tile(self, number, following=None) -> BackwardTile:
-        """Returns a tile. If tiles are cut, `number` may stand for a slice, which ends where `following` starts."""
+    def tile(self, number, following=None, ordinal=None) -> BackwardTile:
+        """Returns a tile.
+
+        If tiles are cut, `number` may stand for a slice, which ends where `following` starts. If directions alternate,
+        `ordinal` is the tile's number among those of the block of threads.
+        """
         geometry, operands = self.geometry, self.operands
         cut, skipped, left = None, 0, 0
         if geometry.cut_heads:
@@ -163,7 +168,8 @@ class BackwardRole:
         if cut is not None:
             low, count = low + jnp.where(cut < 0, 0, skipped), jnp.where(cut < 0, count, left)
         limits = low, count, whole_from, whole_to
-        return BackwardTile(b, head, group, tile, block, other_block, *limits, (lengths[0], lengths[1]), offset, cut)
+        goes_up = False if ordinal is None else lax.rem(ordinal, jnp.int32(2)) != 0
+        return BackwardTile(b, head, group, tile, block, other_block, *limits, (lengths[0], lengths[1]), offset, cut, goes_up)
 
     @property
     def barriers(self):
@@ -178,11 +184,17 @@ class BackwardRole:
     def head_and_block(self, tile, i):
         """Returns the query head and the block of queries of step `i` of a tile.
 
-        Queries pass from the last block to the first. So blocks of keys which start together are each a step behind the one
-        before, also where attention is causal.
+        Queries pass from the last block to the first, one head after the other. So tiles which start together are at the same
+        queries together, also where attention is causal. See `alternates` for the other order.
         """
-        head = tile.group * self.geometry.heads_per_tile + lax.div(jnp.int32(i), tile.count)
-        return head, tile.low + tile.count - 1 - lax.rem(jnp.int32(i), tile.count)
+        heads, i = self.geometry.heads_per_tile, jnp.int32(i)
+        if self.geometry.alternates:
+            head, place = lax.rem(i, jnp.int32(heads)), lax.div(i, jnp.int32(heads))
+            place = jnp.where(tile.goes_up, place, tile.count - 1 - place)
+        else:
+            head, place = (lax.div(i, tile.count), lax.rem(i, tile.count)) if heads > 1 else (0, i)
+            place = tile.count - 1 - place
+        return tile.group * heads + head, tile.low + place
 
     def terms(self, name, *place):
         """Lists the terms of an operand in shared memory, the high one first; one of 16 bits is one term."""
@@ -383,6 +395,9 @@ class BackwardConsumer(BackwardRole):
         geometry, first = self.geometry, self.first_key(tile, self.index)
         scores = BackwardScores(self, tile, first, needs_segments=self.WEIGHS)
         total = geometry.heads_per_tile * tile.count
+        if geometry.heads_per_tile > 1:
+            # ptxas spills 288 bytes of registers in place of 44 if it knows what divides the number (head size 128, causal).
+            total += hidden_zero(steps, 3)
 
         def visit(sums, index, head, block, is_first=False):
             # A branch in the step, where queries are to be masked. The first call of a gradient took 8.8 s with a loop for
@@ -393,29 +408,19 @@ class BackwardConsumer(BackwardRole):
             current = BackwardStep(head, block, banded, index, is_first, *self.stages(index))
             return current, self.step(scores, current, sums)
 
-        def visit_head(sums, i, before):
-            head, last = tile.group * geometry.heads_per_tile + i, steps + (i + 1) * tile.count - 1
-
-            def visit_next(block, before):
-                index = last - (block - tile.low)
-                current, dq = visit(sums, index, head, block)
-                self.add(tile, index - 1, *before, dq=dq, is_empty=geometry.is_empty_early)
-                self.end_step(current)
-                return [head, block]
-
-            # `before` are the query head and the block of queries of the step before.
-            start = 1 if geometry.heads_per_tile == 1 else jnp.where(i == 0, 1, 0)
-            end = tile.low + tile.count - 1
-            return lax.fori_loop(start, tile.count, lambda i, before: visit_next(end - i, before), before)
+        def visit_next(sums, i, before):
+            head, block = self.head_and_block(tile, i)
+            current, dq = visit(sums, steps + i, head, block)
+            self.add(tile, steps + i - 1, *before, dq=dq, is_empty=geometry.is_empty_early)
+            self.end_step(current)
+            return [head, block]
 
         def visit_all(sums):
             first = list(self.head_and_block(tile, 0))
             current, _ = visit(sums, steps, *first, is_first=True)
             self.end_step(current)
-            if geometry.heads_per_tile == 1:
-                last = visit_head(sums, 0, first)
-            else:
-                last = lax.fori_loop(0, geometry.heads_per_tile, functools.partial(visit_head, sums), first)
+            # The query head and the block of queries of the step before pass from step to step.
+            last = lax.fori_loop(1, total, functools.partial(visit_next, sums), first)
             self._add_last(tile, steps + total - 1, *last)
 
         def add_up(*sums):
