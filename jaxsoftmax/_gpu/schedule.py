@@ -295,11 +295,12 @@ class BlockTiles:
     barriers: Any = None  # `sync.BARRIERS_OF_PEERS` barriers of `sync.prepare_exchange`, if there is a rank
 
     def each(self, work, look_up=None) -> None:
-        """Does `steps = work(tile(number, *facts), steps)` for the tiles of the block, in a warpgroup; `steps` starts with 0.
+        """Does `steps = work(tile(number, ...), steps)` for the tiles of the block, in a warpgroup; `steps` starts with 0.
 
         By tickets, the producer warpgroup passes `look_up`, a function of the number that loads the facts, int32 scalars, from
-        global memory. The other warpgroups are told. By a table there are no facts, with two exceptions: if tiles are cut,
-        `following` is the next entry, and if directions alternate, `ordinal` is the tile's number among those of the block.
+        global memory. The other warpgroups are told. Without tickets there are no facts, with two exceptions, passed by name:
+        if tiles are cut, `following` is the next entry, and if directions alternate, `ordinal` is the tile's number among those
+        of the block.
         """
         if "tile" not in self.memory:
             self._each_scheduled(work)

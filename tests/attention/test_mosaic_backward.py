@@ -255,6 +255,10 @@ ALTERNATING |= {
     "causal, one key head, soft cap": case(
         CAUSAL | {"batch": (4,), "key_heads": 1, "size": 64}, is_causal=True, logits_soft_cap=3.0
     ),
+    "causal, bias of both entries": case(
+        CAUSAL | {"size": 64}, lambda: {"bias": random((1, 4, 900, 900), "bias")}, is_causal=True
+    ),
+    "causal, bias of keys": case(CAUSAL | {"size": 128}, lambda: {"bias": random((4, 1, 900), "bias")}, is_causal=True),
     "causal, dropout, size 256": case(CAUSAL | {"size": 256}, is_causal=True, dropout_rate=0.3, dropout_rng=1),
     "causal, whole bias": case(
         CAUSAL | {"size": 128}, lambda: {"bias": random((2, 4, 900, 900), "bias").astype(jnp.bfloat16)}, is_causal=True
@@ -454,6 +458,7 @@ INTERPRETED = {
     "causal": case(SQUARE, is_causal=True),
     "bias, soft cap": case(SQUARE, lambda: {"bias": random((2, 128, 128), "bias")}, logits_soft_cap=5.0),
     "bias": case(SQUARE, lambda: {"bias": random((1, 128, 128), "bias")}, is_causal=True),
+    "causal, many tiles": case(SQUARE | {"length": 512, "keys": 512}, is_causal=True),
 }
 
 
@@ -461,7 +466,7 @@ EVERY_INTERPRETED = [
     (kind, size, dtype, deterministic)
     for kind, deterministic in itertools.product(INTERPRETED, (False, True))
     for size, dtype in [(64, "float32"), (128, "float32"), (64, "bfloat16"), (128, "bfloat16"), (256, "bfloat16")]
-    if (kind, size) != ("causal", 256)  # two blocks of threads share a tile there
+    if not ("causal" in kind and size == 256)  # two blocks of threads share a tile there
 ]
 SOME_INTERPRETED = [
     ("causal", 64, "float32", True),
@@ -469,13 +474,15 @@ SOME_INTERPRETED = [
     ("causal", 128, "float32", False),
 ]
 SOME_INTERPRETED += [("bias, soft cap", 128, "float32", True), ("bias", 256, "bfloat16", False)]
+SOME_INTERPRETED += [("causal, many tiles", 64, "bfloat16", False)]
 
 
 @pytest.mark.parametrize("call", quick(EVERY_INTERPRETED, SOME_INTERPRETED), ids=str)
 def test_interpreted_cotangents(call):
     kind, size, dtype, deterministic = call
     given, options = INTERPRETED[kind](dtype)
-    given |= forward.arrays(**SQUARE, size=size, dtype=dtype)
+    keys = 512 if "many tiles" in kind else SQUARE["keys"]
+    given |= forward.arrays(**SQUARE | {"length": keys, "keys": keys}, size=size, dtype=dtype)
     moving, fixed = split(given)
     out, lse = forward.function(options, fixed, "xla")(moving)
     dout, dlse = cotangents_like((out, lse))
@@ -1337,8 +1344,10 @@ def test_tiles_alternate_where_several_heads_share_keys_and_tiles_have_many_leng
         ((4, 4096, 16, 2), {}, True),
         ((1, 16384, 16, 4), {"size": 64}, True),
         ((4, 4096, 8, 2), {"size": 256}, True),
-        ((4, 4096, 16, 4), {"window": (3000, 0)}, True),
-        ((4, 4096, 16, 4), {"window": (1024, 0)}, False),  # tiles of nearly one length, at queries of their own
+        ((4, 4096, 16, 4), {"window": (None, 5)}, True),
+        ((4, 4096, 16, 4), {"window": (3000, 0)}, False),  # tiles at queries of their own
+        ((4, 4096, 16, 4), {"window": (0, None)}, False),  # of which all start at different queries, and end at the first
+        ((2**15, 512, 8, 4), {}, False),  # too many tiles for a table
         ((4, 4096, 16, 4), {"window": (None, None)}, False),
         ((4, 4096, 16, 16), {}, False),
         ((4, 4096, 16, 1), {}, False),  # tiles have single heads
@@ -1352,7 +1361,8 @@ def test_tiles_alternate_where_several_heads_share_keys_and_tiles_have_many_leng
 
 def test_blocks_of_threads_go_up_the_queries_in_every_second_tile():
     plan = shaped_by_heads(4, 4096, 16, 4)
-    (table,), role, seen = jax.tree.leaves(schedule.table(plan)), BackwardRole(plan, {}, {}, {}), []
+    table, role, seen = schedule.table(plan), BackwardRole(plan, {}, {}, {}), []
+    assert table is not None
 
     def work(tile, steps):
         seen.append((int(tile.head), int(tile.number), bool(tile.goes_up)))

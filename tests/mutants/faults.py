@@ -1093,6 +1093,13 @@ FAULTS = (
         "tests/attention/test_mosaic_backward.py -k tiles_alternate_where",
     ),
     Fault(
+        "mosaic attention: tiles that alternate have single heads where all of them exceed the L2 cache",
+        f"{_MOSAIC}/backward_plan.py",
+        "is_sooner or (not geometry.alternates and _exceeds_cache(geometry))",
+        "is_sooner or _exceeds_cache(geometry)",
+        "tests/attention/test_mosaic_backward.py -k single_query_heads",
+    ),
+    Fault(
         "mosaic attention: sums of keys and of values change places",
         f"{_MOSAIC}/backward_pipeline.py",
         "in (entry + entries, dv, kept_factor), (entry, dk, geometry.scale):",

@@ -396,8 +396,8 @@ class BackwardConsumer(BackwardRole):
         scores = BackwardScores(self, tile, first, needs_segments=self.WEIGHS)
         total = geometry.heads_per_tile * tile.count
         if geometry.heads_per_tile > 1:
-            # ptxas spills 288 bytes of registers in place of 44 if it knows what divides the number (head size 128, causal).
-            total += hidden_zero(steps, 3)
+            # If ptxas knows that the number of heads divides the total, it spills 288 bytes, else 44 (head size 128, causal).
+            total += hidden_zero(steps, 0)
 
         def visit(sums, index, head, block, is_first=False):
             # A branch in the step, where queries are to be masked. The first call of a gradient took 8.8 s with a loop for

@@ -206,19 +206,21 @@ class BackwardGeometry(AttentionGeometry):
 
     @functools.cached_property
     def alternates(self) -> bool:
-        """True if a block of threads passes queries down in its first tile, up in the second, and so on, heads innermost.
+        """True if tiles visit each block of queries with all heads, by turns from the last block to the first and back.
 
-        Attention that is causal has long tiles and short ones. The first tiles of all blocks of threads start at the last block
-        of queries together, and so are at the same queries at a time. The short ones end first, at the end of the queries that
-        their next tiles, long ones, start with a little later if they go up: these too keep in step. The L2 cache then holds
-        what they read and add to. Forward and backward of 4 x 4096 causal tokens, 16 query heads of 128 and 4 key heads, take
-        1592 us so, and 1712 us if all tiles go down, one head after the other; with 2 key heads 1586 us and 2380 us (H100).
+        A block of threads goes down the queries in its first tile, up in its second, and so on. Tiles of causal attention are
+        long or short. All first tiles start at the last block of queries, so that they read the same queries at the same time.
+        Short ones end first, near the last block. The long ones that follow go up from there, each later by the steps that it
+        starts further down, so that they too read the same queries, and the L2 cache holds these. Forward and backward of 4 x
+        4096 causal tokens, 16 query heads of 128 and 4 key heads, take 1592 us so, and 1712 us if all tiles go down, one head
+        after the other; with 2 key heads 1586 us and 2380 us (H100).
 
-        Not with windows, whose tiles are at different queries anyway: 1316 us, and 1012 us if all go down. Tiles of single
-        heads gain nothing. Tiles that wait for turns, or whose operands say how long they are, go down.
+        Tiles of a window are at different queries anyway: with 1024 keys 1316 us so, and 1012 us if all go down. Tiles of
+        single heads gain nothing. Tiles that wait for turns, whose lengths operands say, or that no table orders, go down.
         """
-        is_known = not self.is_deterministic and not self.is_varying
-        return is_known and self.heads_per_tile > 1 and _is_uneven(self.costs())
+        (left, right), n_heads = self.window, self.heads_per_tile
+        is_known = not self.is_deterministic and not self.is_varying and self.n_tiles <= schedule.MAX_SCHEDULED
+        return is_known and n_heads > 1 and left is None and right is not None and _is_uneven(self.costs())
 
     @property
     def adds_to_keys(self) -> bool:
@@ -530,7 +532,7 @@ def _with_fitting_tiles(geometry: BackwardGeometry) -> BackwardGeometry:
 
     Tiles of all query heads that share keys are few and long. Some blocks of threads may end late: of 4 x 4096 causal tokens,
     16 query heads of 128 and one key head, after 1026 steps, and after 536 with tiles of single query heads. Or the tiles that
-    run at a time need more than L2 holds (`_exceeds_cache`).
+    run at a time need more than L2 holds (`_exceeds_cache`), and do not alternate.
 
     Tiles that take equally long end late if the blocks of threads do not divide their number: 4 x 4096 tokens, 16 heads of 128
     are 15.5 tiles a block of threads, and the last block ends after 1048 steps, and after 1018 if tiles of three heads are cut.
