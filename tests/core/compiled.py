@@ -1,11 +1,14 @@
 """Compiles every configuration that a table or a plan can give to a Mosaic kernel, with ptxas for sm_90a, GPU or not.
 
-    python -m tests.core.compiled [--only REGEX] [--list] [--part I/N] [--processes N] [--csv PATH]
+    python -m tests.core.compiled [--only REGEX] [--list] [--part I/N] [--processes N] [--csv PATH] [--sass FOLDER]
 
 Lowering is not compiling: ptxas may find too few registers for an instruction, or more shared memory than there is. Problems of
 each op are swept, their configurations asked for, and of problems whose kernels are configured alike the largest is compiled.
 A line says `compiled`, with what ptxas says of each kernel, or the error. The exit status is 1 if there is an error. Cases that
 the file has as compiled are left out. Without a GPU it needs JAX's plugin for CUDA: see `xla_cuda`.
+
+With `--sass` the line also says where memory may be overwritten that is still being loaded: see `loads_in_flight` of `sass.py`.
+The listings of such kernels are written to the folder. This needs `nvdisasm` beside the plugin's `ptxas`.
 """
 
 import argparse
@@ -51,6 +54,7 @@ from jaxsoftmax.ops.top_k.mosaic_sm90.long_rows import plan_sweeps
 from jaxsoftmax.ops.top_k.mosaic_sm90.sampling import plan_check, plan_draw
 
 from ..support import xla_cuda
+from . import sass
 
 TARGET = {"target": HOPPER}
 
@@ -481,7 +485,7 @@ class Row:
     kernel: str
     registers: int = 0
     spilled: int = 0  # bytes
-    notes: str = ""  # codes of what ptxas remarks, such as that products are serialised
+    notes: str = ""  # codes of what ptxas remarks, such as that products are serialised; loads in flight
     seconds: float = 0
     error: str = ""
 
@@ -517,10 +521,11 @@ def traced_while_lowered(function, operands: dict[str, Any]) -> Callable[..., li
     return functools.partial(_case.bind, function=function, names=tuple(operands), results=results)
 
 
-def compile_case(case: Case) -> list[Row]:
-    """Compiles a case."""
+def compile_case(case: Case, folder: Path | None = None) -> list[Row]:
+    """Compiles a case; looks for loads in flight if there is a folder for listings."""
     start = time.perf_counter()
-    with standard_output() as printed:
+    dumps = {"MOSAIC_GPU_DUMP_PTXAS": "1"} | ({} if folder is None else {"MOSAIC_GPU_DUMP_SASS_CTRL": "1"})
+    with mock.patch.dict(os.environ, dumps), standard_output() as printed:
         try:
             function = traced_while_lowered(case.function, case.operands)
             placed = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=xla_cuda.sharding()) for a in case.operands.values()]
@@ -534,14 +539,26 @@ def compile_case(case: Case) -> list[Row]:
     if error:
         fatal = re.search(r"ptxas .*\b(?:fatal|error)\s*:.*", text)
         return [Row(case.name, "", notes=notes, seconds=seconds, error=fatal[0] if fatal else error.splitlines()[0])]
-    rows = [
-        Row(case.name, kernel, int(registers), int(stores) + int(loads), notes, seconds)
-        for kernel, stores, loads, registers in _KERNEL.findall(text)
-    ]
+    rows = []
+    for told in re.split("(?=Compiling entry function)", text):  # ptxas of a kernel, and behind that its listing
+        for kernel, stores, loads, registers in _KERNEL.findall(told):
+            row = Row(case.name, kernel, int(registers), int(stores) + int(loads), notes, seconds)
+            rows.append(row if folder is None else with_loads_in_flight(row, told, folder))
     if not rows and kernels and kernels <= _compiled:  # XLA compiles a kernel of one text once in a process
         return [Row(case.name, "", notes="kernels of earlier cases", seconds=seconds)]
     _compiled.update(kernels)
     return rows or [Row(case.name, "", seconds=seconds, error="nothing was compiled by ptxas")]
+
+
+def with_loads_in_flight(row: Row, listing: str, folder: Path) -> Row:
+    """Adds what the listing of a kernel shows to its row, and keeps the listing if there is something."""
+    try:
+        found = sass.loads_in_flight(listing)
+    except ValueError as problem:
+        return replace(row, error=str(problem))
+    if found:
+        (folder / f"{row.case} {row.kernel}.sass").write_text(listing)
+    return replace(row, notes="; ".join([*filter(None, [row.notes]), *found]))
 
 
 @contextlib.contextmanager
@@ -549,7 +566,7 @@ def standard_output() -> Iterator[Callable[[], str]]:
     """Gives a function that tells, afterwards, what ptxas and others printed to the files of standard output and error."""
     sys.stdout.flush()
     kept = [os.dup(number) for number in (1, 2)]
-    with tempfile.TemporaryFile() as file, mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_PTXAS="1"):
+    with tempfile.TemporaryFile() as file:
         text = ""
         try:
             for number in (1, 2):
@@ -571,6 +588,7 @@ def in_processes(arguments, count: int) -> int:
         command = [sys.executable, "-m", "tests.core.compiled", "--only", arguments.only]
         command += ["--part", f"{part + index * parts}/{parts * count}"]
         command += [] if arguments.csv is None else ["--csv", str(arguments.csv)]
+        command += [] if arguments.sass is None else ["--sass", str(arguments.sass)]
         running.append(subprocess.Popen(command))
     return max([process.wait() for process in running])
 
@@ -601,6 +619,9 @@ def main() -> int:
     parser.add_argument("--part", default="0/1", help="I/N: every N-th case from the I-th on")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--csv", type=Path, help="the file to append to")
+    parser.add_argument(
+        "--sass", type=Path, metavar="FOLDER", help="look for loads in flight; listings that have some go there"
+    )
     arguments = parser.parse_args()
     part, parts = arguments.part = tuple(map(int, arguments.part.split("/")))
     if arguments.csv is not None and not arguments.list:
@@ -615,8 +636,10 @@ def main() -> int:
     if isinstance(reason := xla_cuda.sharding(), str):
         print(reason)
         return 1
+    if arguments.sass is not None:
+        arguments.sass.mkdir(parents=True, exist_ok=True)
     for case in wanted:
-        rows = compile_case(case)
+        rows = compile_case(case, arguments.sass)
         for row in rows:
             failures += bool(row.error)
             said = row.error or f"compiled, {row.registers} registers, {row.spilled} bytes spilled {row.notes}"

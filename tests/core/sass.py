@@ -4,7 +4,8 @@ JAX_PLATFORMS=cpu python -m tests.core.sass --size 128 --length 4096 --causal --
 JAX_PLATFORMS=cpu python -m tests.core.sass --size 64 --length 4096 --gradient --out backward.sass 'few=backward: stages=(2, 2)'
 
 Settings of a kernel may differ, as for `python -m benchmarks.variants`. ptxas says how many registers are spilled, and whether
-products wait for each other. The listing needs `nvdisasm` beside the plugin's `ptxas`; the wheel of Triton has one.
+products wait for each other. The command also says which loads are in flight where their memory is freed: `loads_in_flight`.
+The listing needs `nvdisasm` beside the plugin's `ptxas`; the wheel of Triton has one.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -28,6 +30,15 @@ from tests.support import xla_cuda
 TOKENS, HIDDEN = 16384, 2048
 _SPILL = re.compile(r"\b(STL|LDL)\b")
 _PRODUCT = re.compile(r"\bHGMMA\b")
+_INSTRUCTION = re.compile(
+    r" *(?P<waits>-|\d(?:&\d)?|0x[0-9a-f]+):[-\d]:(?P<scoreboard>[-\d]):[-Y]:\d+"
+    r" +/\*(?P<address>[0-9a-f]+)\*/ +(?:@(?P<predicate>\S+) +)?(?P<text>.*\S)"
+)
+_LABEL = re.compile(r"(\S+):$")
+_LOAD = re.compile(r"LDSM?\b")
+_FREES = re.compile(r"SYNCS\.ARRIVE\b|UTMALDG\b|UBLKCP\b")  # tells that memory may be overwritten, or has it overwritten
+_JUMP = re.compile(r"(?:BRA|BRX|JMP|CALL)\b")
+_END = re.compile(r"(?:EXIT|RET|BRX|JMP)\b|BRA `")  # of a path, unless there is a predicate
 
 
 def compile_into(folder: Path, options: argparse.Namespace) -> None:
@@ -65,6 +76,110 @@ def summary(listing: str) -> str:
     return f"{len(lines)} lines, {len(products)} products, {len(spills)} spills, {inside} of them between products"
 
 
+@dataclass(frozen=True)
+class Instruction:
+    """A line of a listing with control codes.
+
+    Attributes:
+      address: in the kernel, hexadecimal.
+      predicate: of the lanes that execute it; empty if all do.
+      text: the instruction without the predicate.
+      waits: scoreboards that are empty before the instructions behind this one start.
+      scoreboard: the one that holds the instruction until its result is there, or None.
+    """
+
+    address: str
+    predicate: str
+    text: str
+    waits: frozenset[int]
+    scoreboard: int | None
+
+    def loads_behind(self, number: int, loads: set[tuple[int, int | None]]) -> set[tuple[int, int | None]]:
+        """The loads in flight behind this instruction, given its number and those before: pairs of number and scoreboard."""
+        loads = self.unfinished(loads)
+        if not _LOAD.match(self.text) or self.predicate == "!PT":
+            return loads
+        if self.scoreboard is not None and not self.predicate:
+            loads = {(load, self.scoreboard if own is None else own) for load, own in loads}
+        return loads | {(number, self.scoreboard)}
+
+    def unfinished(self, loads: set[tuple[int, int | None]]) -> set[tuple[int, int | None]]:
+        """The loads that this instruction does not wait for."""
+        return {(load, scoreboard) for load, scoreboard in loads if scoreboard not in self.waits}
+
+
+def _instructions(listing: str) -> tuple[list[Instruction], dict[str, int]]:
+    """The instructions of a listing, and the numbers of those behind its labels."""
+    code, labels = [], {}
+    for line in listing.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(code)
+        if not (found := _INSTRUCTION.match(line)):
+            continue
+        mask, text = found["waits"], found["text"]
+        if mask.startswith("0x"):
+            waits = {scoreboard for scoreboard in range(6) if int(mask, 16) >> scoreboard & 1}
+        else:
+            waits = set(map(int, re.findall(r"\d", mask)))
+        if not found["predicate"] and (emptied := re.match(r"DEPBAR\.LE SB(\d), 0x0", text)):
+            waits.add(int(emptied[1]))
+        scoreboard = None if found["scoreboard"] == "-" else int(found["scoreboard"])
+        code.append(Instruction(found["address"], found["predicate"] or "", text, frozenset(waits), scoreboard))
+    return code, labels
+
+
+def _successors(number: int, instruction: Instruction, labels: dict[str, int], count: int) -> list[int]:
+    """The numbers of the instructions that may follow one, below a count."""
+    following = {number + 1} if instruction.predicate or not _END.match(instruction.text) else set()
+    if _JUMP.match(instruction.text):
+        following |= {labels[name] for name in re.findall(r"[.$\w]+", instruction.text) if name in labels}
+    return [other for other in following if other < count]
+
+
+def loads_in_flight(listing: str) -> list[str]:
+    """Finds arrivals and copies before which a thread does not wait for its loads from shared memory.
+
+    ptxas does not wait for loads before an arrival at an mbarrier, by which a thread tells that it has read a stage. A copy
+    by TMA, which the arrival allows, may then overwrite what is being loaded: see `backward_pipeline.py`. An instruction
+    waits for a load if it waits for the load's scoreboard. Loads finish in order: one without a scoreboard has finished when
+    the next one that has a scoreboard has. All paths through the kernel are followed, also those that no thread takes.
+
+    A finding is an error only where TMA fills the memory anew. Known findings do no harm, as ordinary stores fill it: the
+    facts and tickets of tiles, which `BlockTiles` of `_gpu/schedule.py` tells. Arrivals at named barriers are left out:
+    `_WEIGHTS_READ` of the backward kernel is one before which loads are in flight, and ordinary stores fill that memory too.
+
+    Args:
+      listing: of one kernel, with control codes, as Mosaic GPU prints it for MOSAIC_GPU_DUMP_SASS_CTRL.
+
+    Returns:
+      A line for each arrival at an mbarrier, or copy to shared memory, with the addresses of the loads in flight.
+
+    Raises:
+      ValueError: there is no instruction with control codes.
+    """
+    code, labels = _instructions(listing)
+    if not code:
+        raise ValueError("no listing: nvdisasm is missing beside ptxas")
+    successors = [_successors(number, instruction, labels, len(code)) for number, instruction in enumerate(code)]
+    before: list[set[tuple[int, int | None]]] = [set() for _ in code]
+    is_done = False
+    while not is_done:
+        is_done = True
+        for number, instruction in enumerate(code):
+            behind = instruction.loads_behind(number, before[number])
+            for successor in successors[number]:
+                if not behind <= before[successor]:
+                    before[successor] |= behind
+                    is_done = False
+    found = []
+    for instruction, loads in zip(code, before, strict=True):
+        numbers = sorted({load for load, _ in instruction.unfinished(loads)})
+        if numbers and _FREES.match(instruction.text):
+            addresses = " ".join(code[number].address for number in numbers)
+            found.append(f"{instruction.text.split()[0]} at {instruction.address} with loads in flight from {addresses}")
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status, 2 for what cannot be done."""
     parser = argparse.ArgumentParser("python -m tests.core.sass", description=__doc__.splitlines()[0])
@@ -91,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("no listing: nvdisasm is missing beside ptxas", file=sys.stderr)
         return 2
     options.out.write_text(files[".sass_ctrl"])
-    print(f"{options.out}: {summary(files['.sass_ctrl'])}")
+    print(f"{options.out}: {summary(files['.sass_ctrl'])}", *loads_in_flight(files[".sass_ctrl"]), sep="\n")
     return 0
 
 
