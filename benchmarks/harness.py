@@ -113,9 +113,9 @@ class Run:
         self._say(f"run {self._id} on {self._gpu}, jax {jax.__version__}, commit {self._commit}\n{_HEADER}")
         for batch in itertools.batched(cells, self._effort.ahead):
             with ThreadPoolExecutor(len(batch)) as pool:
-                own = [*(pool.map if len(batch) > 1 else map)(self._enter_together, batch)]
-            entered = list(zip(batch, map(self._enter_alone, batch, own), strict=True))
-            del own
+                ways = [*(pool.map if len(batch) > 1 else map)(self._enter_together, batch)]
+            entered = list(zip(batch, map(self._enter_alone, batch, ways), strict=True))
+            del ways
             while entered:  # `pop` frees the memory of cells that are timed
                 self._measure(*entered.pop(0))
         self._say(f"{time.perf_counter() - start:.0f} s")
@@ -129,7 +129,11 @@ class Run:
         return entrant
 
     def _enter_together(self, cell: Cell) -> dict[Contender, Callable[[], Entrant | None]]:
-        """How each contender of a cell that takes part enters; those that may be built at the same time have entered."""
+        """Enters those contenders of a cell that may be built at the same time.
+
+        Returns:
+          A function for each contender that takes part, which enters it, or returns what has entered.
+        """
         inputs = self._inputs_that_fit(cell)
         if inputs is None:
             return {}
@@ -141,7 +145,7 @@ class Run:
         return {c: own[c].result if c in own else functools.partial(self._enter, cell, c, inputs) for c in contenders}
 
     def _enter_alone(self, cell: Cell, ways: dict[Contender, Callable[[], Entrant | None]]) -> list[Entrant]:
-        """All entrants of a cell, in the order of its contenders; the others enter now, while nothing else is built."""
+        """Enters the other contenders of a cell, while nothing else is built; returns all, in the order of its contenders."""
         entrants = [enter() for enter in ways.values()]
         self._hurtful_of.pop(cell.name, None)  # its memory is needed
         return [entrant for entrant in entrants if entrant is not None]

@@ -454,11 +454,12 @@ def test_the_reference_is_within_the_budget_of_random_combinations(call):
 # Interpreted, without a GPU.
 
 SQUARE = {"batch": (), "length": 128, "keys": 128, "heads": 2, "key_heads": 1}
+LONGER = {"causal, many tiles": SQUARE | {"length": 512, "keys": 512}}  # shapes of cases that are no `SQUARE`
 INTERPRETED = {
     "causal": case(SQUARE, is_causal=True),
     "bias, soft cap": case(SQUARE, lambda: {"bias": random((2, 128, 128), "bias")}, logits_soft_cap=5.0),
     "bias": case(SQUARE, lambda: {"bias": random((1, 128, 128), "bias")}, is_causal=True),
-    "causal, many tiles": case(SQUARE | {"length": 512, "keys": 512}, is_causal=True),
+    "causal, many tiles": case(LONGER["causal, many tiles"], is_causal=True),
 }
 
 
@@ -481,8 +482,7 @@ SOME_INTERPRETED += [("causal, many tiles", 64, "bfloat16", False)]
 def test_interpreted_cotangents(call):
     kind, size, dtype, deterministic = call
     given, options = INTERPRETED[kind](dtype)
-    keys = 512 if "many tiles" in kind else SQUARE["keys"]
-    given |= forward.arrays(**SQUARE | {"length": keys, "keys": keys}, size=size, dtype=dtype)
+    given |= forward.arrays(**LONGER.get(kind, SQUARE), size=size, dtype=dtype)
     moving, fixed = split(given)
     out, lse = forward.function(options, fixed, "xla")(moving)
     dout, dlse = cotangents_like((out, lse))

@@ -3,8 +3,8 @@
 A block of threads is persistent: one producer warpgroup, which starts the TMA copies, and two consumers. A tile is a block of
 keys of one key head, or two that two blocks of threads share. Its keys and values stay in shared memory. Queries and output
 cotangents come in stages, with their rows' log-sum-exp and `delta`: those of all query heads that share the key head, or of
-one, in the order of `head_and_block`. Products are transposed, so that a row of the scores in registers is a key. For
-dQ the derivatives of the scores go through shared memory.
+one, in the order of `head_and_block`. Products are transposed, so that a row of the scores in registers is a key. For dQ the
+derivatives of the scores go through shared memory.
 
     S' = K Q'    P' = exp(scale S' - lse)    dP' = V dO'    dS' = P' (dP' - delta)
     dV += P' dO    dK += dS' Q    dQ += dS K    delta = sum(dO out) - dlse

@@ -184,8 +184,8 @@ class BackwardRole:
     def head_and_block(self, tile, i):
         """Returns the query head and the block of queries of step `i` of a tile.
 
-        Queries pass from the last block to the first, one head after the other. So tiles which start together are at the same
-        queries together, also where attention is causal. See `alternates` for the other order.
+        Queries pass from the last block to the first, one head after the other, so that tiles which start together are at the
+        same queries at the same time, causal ones too. `BackwardGeometry.alternates` describes the other order.
         """
         heads, i = self.geometry.heads_per_tile, jnp.int32(i)
         if self.geometry.alternates:

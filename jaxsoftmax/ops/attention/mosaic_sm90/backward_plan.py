@@ -210,10 +210,11 @@ class BackwardGeometry(AttentionGeometry):
 
         A block of threads goes down the queries in its first tile, up in its second, and so on. Tiles of causal attention are
         long or short. All first tiles start at the last block of queries, so that they read the same queries at the same time.
-        Short ones end first, near the last block. The long ones that follow go up from there, each later by the steps that it
-        starts further down, so that they too read the same queries, and the L2 cache holds these. Forward and backward of 4 x
-        4096 causal tokens, 16 query heads of 128 and 4 key heads, take 1592 us so, and 1712 us if all tiles go down, one head
-        after the other; with 2 key heads 1586 us and 2380 us (H100).
+        The shortest ends first, and its block of threads takes the longest that is left. That tile goes up from its own first
+        block of queries. The later a tile starts, the higher is its first block, so that these tiles too read the same queries
+        at the same time, and the L2 cache holds them. Forward and backward of 4 x 4096 causal tokens, 16 query heads of 128 and
+        4 key heads, take 1592 us so, and 1712 us if all tiles go down, one head after the other; with 2 key heads 1586 us and
+        2380 us (H100).
 
         Tiles of a window are at different queries anyway: with 1024 keys 1316 us so, and 1012 us if all go down. Tiles of
         single heads gain nothing. Tiles that wait for turns, whose lengths operands say, or that no table orders, go down.
