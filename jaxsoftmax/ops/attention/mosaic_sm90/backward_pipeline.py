@@ -196,6 +196,18 @@ class BackwardRole:
             place = tile.count - 1 - place
         return tile.group * heads + head, tile.low + place
 
+    def following(self, tile, head, block):
+        """Returns the query head and the block of queries of the step after one of a tile, as `head_and_block` counts them."""
+        heads = self.geometry.heads_per_tile
+        if heads == 1:
+            return head, block - 1
+        if self.geometry.alternates:
+            is_last = head == (tile.group + 1) * heads - 1
+            below = block + jnp.where(tile.goes_up, 1, -1)
+            return jnp.where(is_last, tile.group * heads, head + 1), jnp.where(is_last, below, block)
+        is_last = block == tile.low
+        return jnp.where(is_last, head + 1, head), jnp.where(is_last, tile.low + tile.count - 1, block - 1)
+
     def terms(self, name, *place):
         """Lists the terms of an operand in shared memory, the high one first; one of 16 bits is one term."""
         return [self.memory[name].at[(term, *place)] for term in range(self.geometry.n_terms)]
@@ -409,7 +421,7 @@ class BackwardConsumer(BackwardRole):
             return current, self.step(scores, current, sums)
 
         def visit_next(sums, i, before):
-            head, block = self.head_and_block(tile, i)
+            head, block = self.following(tile, *before)
             current, dq = visit(sums, steps + i, head, block)
             self.add(tile, steps + i - 1, *before, dq=dq, is_empty=geometry.is_empty_early)
             self.end_step(current)
