@@ -55,7 +55,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import (
     BiasGradient,
     shape_backward,
 )
-from jaxsoftmax.ops.attention.mosaic_sm90.common import KERNEL, ROWS, lay_out, record, split_terms
+from jaxsoftmax.ops.attention.mosaic_sm90.common import KERNEL, ROWS, as_lines, lay_out, record, split_terms
 from jaxsoftmax.ops.attention.operands import (
     INITIAL_D_QUERY,
     OPERANDS,
@@ -217,6 +217,9 @@ def _lay_out(geometry: BackwardGeometry, operands, lse, delta, d_out):
 
     if geometry.config.stages_bias:
         extras["bias"] = _in_tiles(extras["bias"].reshape(-1, *operands["bias"].shape[-2:]))
+
+    if geometry.stages_segments:
+        extras["query_segments"] = as_lines(operands["query_segments"])
 
     def line(array):
         array = jnp.broadcast_to(array, (*geometry.batch, heads, length)).reshape(-1, heads, length)
@@ -446,6 +449,9 @@ class BackwardProducer(BackwardRole):
         plgpu.barrier_wait(memory["q_empty"].at[stage])
         self.copy_terms("query", (tile.b, rows, head), self.terms("q", stage), full)
         plgpu.copy_gmem_to_smem(refs["lse"].at[tile.b, head, rows], self.line("q_lse", stage), full)
+        if self.geometry.stages_segments:
+            ids = self.operands["query_segments"]
+            plgpu.copy_gmem_to_smem(ids.ref.at[ids.index(tile.b), rows], memory["q_segments"].at[stage], full)
 
     def _copy_cotangents(self, tile, steps, i):
         """Copies output cotangents and delta of step `i` of a tile."""

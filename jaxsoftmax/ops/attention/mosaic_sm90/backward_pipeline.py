@@ -281,14 +281,6 @@ class BackwardScores:
                 operand = self.operands[name]
                 place = self._place(operand, current)
                 loaded[name] = wgmma.load_transposed(operand.ref, *place, self.shape, varies=operand.varies)
-        if "query_segments" in self.operands:
-            ids, queries, start = self.operands["query_segments"], self.geometry.query[0], current.block * self.shape[1]
-            first = ids.index(self.tile.b) * queries + start
-            loaded["segments"] = lax.cond(
-                current.banded,
-                lambda: wgmma.load_product_cols(ids.ref, first, queries - start, self.shape),
-                lambda: plgpu.layout_cast(jnp.zeros(self.shape[1:], ids.ref.dtype), COL_LAYOUT),
-            )
         return loaded
 
     def weights(self, s, lse, loaded, current):
@@ -315,9 +307,16 @@ class BackwardScores:
         On an H200 a branch here costs nothing. One that masks the scores, before the exponentials, costs up to 4 percent at
         head size 128.
         """
-        if "segments" in loaded:
-            p = in_one_segment(p, self.segments, loaded["segments"], hidden=0.0)
+        if "query_segments" in self.operands:
+            p = in_one_segment(p, self.segments, self._load_segments(current), hidden=0.0)
         return wgmma.band(p, *self._limits(current.block * self.shape[1]), hidden=0.0) if self.is_limited else p
+
+    def _load_segments(self, current):
+        """Loads the segments of the queries of a step."""
+        if self.geometry.stages_segments:
+            return plgpu.load(self.consumer.memory["q_segments"].at[current.stage], layout=COL_LAYOUT)
+        ids, queries, start = self.operands["query_segments"], self.geometry.query[0], current.block * self.shape[1]
+        return wgmma.load_product_cols(ids.ref, ids.index(self.tile.b) * queries + start, queries - start, self.shape)
 
     def kept(self, current):
         """Tells which weights dropout keeps; None if it keeps all."""

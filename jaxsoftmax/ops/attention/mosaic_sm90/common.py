@@ -110,6 +110,13 @@ def lay_out(
     return arrays, records
 
 
+def as_lines(segments: jax.Array) -> jax.Array:
+    """Returns segment ids, int32 `[*batch, length]`, as TMA copies them: a line for each entry, of whole 16 bytes."""
+    lines = segments.reshape(-1, segments.shape[-1])
+    more = -lines.shape[1] % 4
+    return jnp.pad(lines, ((0, 0), (0, more))) if more else lines
+
+
 def record(batch: tuple[int, ...], shape: tuple[int, ...], *heads_and_rows: int) -> GlobalOperand:
     """Returns the record of an operand whose batch axes have `shape`."""
     shape = (1,) * (len(batch) - len(shape)) + tuple(shape)

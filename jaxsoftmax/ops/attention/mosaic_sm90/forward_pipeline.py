@@ -30,6 +30,7 @@ from jaxsoftmax import online
 from jaxsoftmax._gpu import sync, wgmma
 from jaxsoftmax.online import State
 from jaxsoftmax.ops.attention.mosaic_sm90.common import (
+    COL_LAYOUT,
     LOG2E,
     ROWS,
     SWIZZLED,
@@ -197,6 +198,10 @@ class TmaCopies:
             plgpu.copy_gmem_to_smem(operand.ref.at[operand.index(tile.b)].at[*at, columns], slab, full)
 
         self.fill(name, slot, tile, copy_slab)
+        if name == "key" and self.geometry.stages_segments:
+            ids, memory = self.operands["key_segments"], self.slots.memory
+            source = ids.ref.at[ids.index(tile.b), pl.ds(first, rows)]
+            plgpu.copy_gmem_to_smem(source, memory["k_segments"].at[slot], memory["k_full"].at[slot])
 
     def fill(self, name, slot, tile, copy) -> None:
         """Does `copy(columns, slab, full)` for each slab of a slot once it is empty; `full` is the barrier to arrive at."""
@@ -274,9 +279,10 @@ class ForwardProducer:
 class ForwardScores:
     """Scores and weights of the rows of a tile that a consumer has, from `first` on, one key block after the other."""
 
-    def __init__(self, geometry: ForwardGeometry, operands: dict[str, GlobalOperand], tile: ForwardTile, first):
+    def __init__(self, geometry: ForwardGeometry, operands: dict[str, GlobalOperand], tile: ForwardTile, first, load_segments):
         self.geometry: Any = geometry
         self.operands, self.tile, self.first = operands, tile, first
+        self.load_segments = load_segments  # function of the number of a key block, which loads the segments of its keys
         self.shape, self.unit = (ROWS, geometry.config.block_kv), geometry.unit
         slack, self.headroom = _SLACK_AND_HEADROOM[geometry.dtype.name]
         self.factor = geometry.scale if geometry.soft_cap is None else geometry.soft_cap
@@ -348,14 +354,8 @@ class ForwardScores:
         if self.tile.ranges:
             _, _, whole_from, whole_to = self.tile.ranges
             several = (block < whole_from) | (block >= whole_to)
-            s = lax.cond(several, lambda s: self._in_one_segment(s, start), lambda s: s, s)
+            s = lax.cond(several, lambda s: in_one_segment(s, self.segments, self.load_segments(block)), lambda s: s, s)
         return wgmma.band(s, None if self.first_key is None else self.first_key - start, self.last_key - start)
-
-    def _in_one_segment(self, s, start):
-        """Returns the scores of the keys from `start` on, `-inf` for keys of another segment."""
-        ids, keys = self.operands["key_segments"], self.geometry.key[0]
-        key_ids = wgmma.load_product_cols(ids.ref, ids.index(self.tile.b) * keys + start, keys - start, self.shape)
-        return in_one_segment(s, self.segments, key_ids)
 
     def in_parts(self, state):
         """Returns a state with `d` as a step takes it: a part in each of a row's four threads if weights are guessed.
@@ -441,17 +441,26 @@ class ForwardConsumer:
         high = jnp.clip(high, tile.low + 1, tile.high)
         low = jnp.clip(low, tile.low, high - 1)
         start, end = steps + tile.high - high, steps + tile.high - low
-        scores = self._scores(tile, first)
+        top = tile.high - 1 + steps
+        scores = self._scores(tile, first, functools.partial(self._load_segments, tile, top))
         lax.fori_loop(steps, start, self._skip, None)
-        pipeline = self._pipeline(tile, scores, first, start, end, tile.high - 1 + steps)
+        pipeline = self._pipeline(tile, scores, first, start, end, top)
         pl.run_scoped(pipeline.attend, plgpu.ACC((ROWS, self.geometry.sizes[1]), jnp.float32))
         lax.fori_loop(end, steps + tile.high - tile.low, self._skip, None)
 
-    def _scores(self, tile, first):
-        return ForwardScores(self.geometry, self.operands, tile, first)
+    def _scores(self, tile, first, load_segments):
+        return ForwardScores(self.geometry, self.operands, tile, first, load_segments)
 
     def _pipeline(self, *args):
         return ForwardPipeline(self, *args)
+
+    def _load_segments(self, tile, top, block):
+        """Loads the segments of the keys of a block. `top` is that of `ForwardPipeline`."""
+        if self.geometry.stages_segments:
+            return plgpu.load(self.slots.memory["k_segments"].at[self.slots.stage(top - block)], layout=COL_LAYOUT)
+        ids, keys, shape = self.operands["key_segments"], self.geometry.key[0], (ROWS, self.geometry.config.block_kv)
+        start = block * shape[1]
+        return wgmma.load_product_cols(ids.ref, ids.index(tile.b) * keys + start, keys - start, shape)
 
     def _skip(self, step, _):
         """Leaves a key block to the other consumers."""
@@ -535,11 +544,10 @@ class ForwardPipeline:
         queries = slots.take_queries(consumer, self.tile, self.first)
         multiply_first = functools.partial(self._multiply_first, queries)
         s, masks = pl.run_scoped(multiply_first, plgpu.ACC(scores.shape, jnp.float32))
-        consumer.leave_keys(self.start)
         mask, following = (scores.packed(mask) for mask in masks)
 
         # Its weights.
-        s = scores.masked(s, mask, self.top - self.start, banded=True)
+        s = self._masked(s, mask, self.start, banded=True)
         state, factor, p = scores.push(start, s)
         state = scores.in_parts(state)
         if o is not None:
@@ -593,9 +601,7 @@ class ForwardPipeline:
             return plgpu.wgmma_accumulator_load(s_acc, wait_n=consumer.geometry.n_products), following
 
         s, following = pl.run_scoped(multiply, plgpu.ACC(scores.shape, jnp.float32))
-        if scores.correction is not Correction.FROM_PRODUCT:
-            consumer.leave_keys(step)
-        s = scores.masked(s, mask, block, banded=banded)
+        s = self._masked(s, mask, step, banded=banded, leaves_keys=scores.correction is not Correction.FROM_PRODUCT)
         if scores.correction is None:
             (m, d, _), factor, p = scores.push(State(m, d), s)
             result: Any = m, d, factor, scores.kept(p, block)  # no weights are guessed with dropout: `pays_to_guess`
@@ -615,6 +621,19 @@ class ForwardPipeline:
         m, d, factor, p = result
         o_acc[...] = wgmma.scale_rows(o, factor)
         return m, d, slots.rounded(p), scores.packed(following)
+
+    def _masked(self, s, mask, step, *, banded, leaves_keys=True):
+        """Returns the scores of a step as `ForwardScores.masked` does, and leaves the keys.
+
+        It leaves them first, so that the next ones may come, except where segments lie beside them, which masking reads.
+        """
+        is_late = self.consumer.geometry.stages_segments
+        if leaves_keys and not is_late:
+            self.consumer.leave_keys(step)
+        s = self.scores.masked(s, mask, self.top - step, banded=banded)
+        if leaves_keys and is_late:
+            self.consumer.leave_keys(step)
+        return s
 
     def _corrected(self, m, d, guess, scores_again):
         """Returns `m` and `d` with a key block, the factors of earlier sums, and the weights.

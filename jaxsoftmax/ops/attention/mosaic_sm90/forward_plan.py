@@ -393,6 +393,16 @@ class ForwardGeometry(AttentionGeometry):
         bytes_of_head = max(1, itemsize * keys * (size + self.value_size) * key_heads // self.query[1])
         return min(8, 1 << max(1, schedule.L2 // bytes_of_head).bit_length() - 1)
 
+    @property
+    def stages_segments(self) -> bool:
+        """True if segments of keys come to shared memory by TMA, beside the keys. Else threads load them when they mask.
+
+        While threads load them nothing is multiplied: 16384 causal tokens in 12 documents take 407 us so, and 315 us by TMA,
+        without a spill (head size 64, H200); 236 us and 224 us at head size 128.
+        """
+        has_plain_keys = self.pages is None and not self.config.has_terms and not self.config.byte_stages
+        return "key_segments" in self.names and has_plain_keys and self.key_parts == 1
+
     def scratch(self) -> dict[str, Any]:
         """Describes what is in shared memory. A barrier is full when a copy has landed, and empty when all have read it."""
         config = self.config
@@ -413,13 +423,15 @@ class ForwardGeometry(AttentionGeometry):
                 memory[f"{letter}_bytes_empty"] = plgpu.Barrier(num_barriers=config.byte_stages)
             copies = [1, 1]
         memory["q"] = self._slots(config.consumers, ROWS, head_size, head_slabs, box=self.rows.box, terms=config.slot_terms)
+        if self.stages_segments:
+            memory["k_segments"] = plgpu.SMEM((config.stages, config.block_kv), jnp.int32)
         if not config.copies_terms:
             memory["q_full"] = plgpu.Barrier(num_arrivals=head_slabs, num_barriers=config.consumers)
             memory["q_empty"] = plgpu.Barrier(num_barriers=config.consumers)
         return memory | {
             "k": self._slots(config.stages, config.block_kv, head_size, head_slabs),
             "v": self._slots(config.stages, config.block_kv, value_size, value_slabs),
-            "k_full": plgpu.Barrier(num_arrivals=copies[0] // self.key_parts, num_barriers=key_slots),
+            "k_full": plgpu.Barrier(num_arrivals=copies[0] // self.key_parts + self.stages_segments, num_barriers=key_slots),
             "v_full": plgpu.Barrier(num_arrivals=copies[1], num_barriers=config.stages),
             "k_empty": plgpu.Barrier(num_arrivals=config.consumers, num_barriers=key_slots),
             "v_empty": plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.stages),

@@ -101,8 +101,8 @@ class TangentScores(ForwardScores):
 
     geometry: TangentGeometry
 
-    def __init__(self, geometry, operands, tile, first):
-        super().__init__(geometry, operands, tile, first)
+    def __init__(self, geometry, operands, tile, first, load_segments):
+        super().__init__(geometry, operands, tile, first, load_segments)
         self.rows_left = geometry.query[0] - first
         self.find_lse()
 
@@ -154,8 +154,8 @@ class TangentConsumer(ForwardConsumer):
     geometry: TangentGeometry
     slots: TangentSlots
 
-    def _scores(self, tile, first):
-        return TangentScores(self.geometry, self.operands, tile, first)
+    def _scores(self, tile, first, load_segments):
+        return TangentScores(self.geometry, self.operands, tile, first, load_segments)
 
     def _pipeline(self, *args):
         return TangentPipeline(self, *args)

@@ -33,6 +33,10 @@ class TangentGeometry(ForwardGeometry):
     config: TangentConfig
 
     @property
+    def stages_segments(self) -> bool:
+        return False
+
+    @property
     def moves_scores(self) -> bool:
         """True if scores have a tangent, and so the log-sum-exp."""
         return not {"d_query", "d_key", "d_bias"}.isdisjoint(self.names)
