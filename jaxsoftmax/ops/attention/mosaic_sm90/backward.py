@@ -338,6 +338,8 @@ def _cotangents(geometry: BackwardGeometry, operands, written, results, is_parti
 def _kernel(geometry: BackwardGeometry, records, waves, refs, results, **memory) -> None:
     """Divides the work of a block of threads among its warpgroups."""
     operands = {name: replace(record, ref=refs[name]) for name, record in records.items()}
+    if geometry.stages_results:  # two names of one place
+        memory["sums"], memory["results"] = memory["sums"]
     shared = geometry, refs | results, operands, memory
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     counter = schedule.ticket_counter() if geometry.is_deterministic else None

@@ -42,6 +42,7 @@ while the products run, as loads take long.
 """
 
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Sequence
@@ -616,9 +617,12 @@ class BackwardConsumer(BackwardRole):
             self._store_whole(tile, kept_factor, dv, dk)
 
     def _store_whole(self, tile, kept_factor, dv, dk):
-        """Stores dV and dK of all queries: in the dtype of keys of 16 bits by way of shared memory, else in float32."""
+        """Stores dV and dK of all queries: in the dtype of keys of 16 bits, by way of shared memory, else in float32."""
         if "dk" not in self.refs or self.geometry.n_terms > 1:
             self._store_float32(tile, kept_factor, dv, dk)
+            return
+        if self.geometry.stages_results:
+            self._store_staged(tile, dv=kept_factor * dv, dk=self.geometry.scale * dk)
             return
         geometry, memory, dtype, width = self.geometry, self.memory, self.geometry.dtype, self.geometry.part_size
         half = 0 if geometry.config.roles else self.index
@@ -638,6 +642,21 @@ class BackwardConsumer(BackwardRole):
                 plgpu.copy_smem_to_gmem(k, self.refs["dk"].at[tile.b, rows, tile.head, pl.ds(part * width, width)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(memory["kv_empty"])
+
+    def _store_staged(self, tile, **results):
+        """Stores dV and dK in 16 bits by way of the place of dQ, in tiles of 64 columns."""
+        plgpu.barrier_arrive(self.memory["kv_empty"])
+        tiles, rows = self.memory["results"].at[self.index], pl.ds(self.first_key(tile, self.index), ROWS)
+        pieces = list(itertools.product(results, range(0, self.geometry.size, ROWS)))
+        for first in range(0, len(pieces), tiles.shape[0]):
+            self.await_staged()
+            staged = list(enumerate(pieces[first : first + tiles.shape[0]]))
+            for i, (name, column) in staged:
+                tiles[i] = results[name][:, column : column + ROWS].astype(self.geometry.dtype)
+            plgpu.commit_smem()
+            for i, (name, column) in staged:
+                place = tile.b, rows, tile.head, pl.ds(column, ROWS)
+                plgpu.copy_smem_to_gmem(tiles.at[i], self.refs[name].at[place])
 
     def _add_to_keys(self, tile, kept_factor, dv, dk):
         """Adds dV and dK of a query head, or of a slice of a tile, to those of others, in float32.
