@@ -279,7 +279,9 @@ class ForwardProducer:
 class ForwardScores:
     """Scores and weights of the rows of a tile that a consumer has, from `first` on, one key block after the other."""
 
-    def __init__(self, geometry: ForwardGeometry, operands: dict[str, GlobalOperand], tile: ForwardTile, first, load_segments=None):
+    def __init__(
+        self, geometry: ForwardGeometry, operands: dict[str, GlobalOperand], tile: ForwardTile, first, load_segments: Any = None
+    ):
         self.geometry: Any = geometry
         self.operands, self.tile, self.first = operands, tile, first
         self.load_segments = load_segments  # function of the number of a key block, which loads the segments of its keys
