@@ -45,8 +45,8 @@ from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import (
 from jaxsoftmax.ops.attention.mosaic_sm90.standalone import standalone_attention
 
 from ..support import cases, kernels, oracle, xla_cuda
+from ..support.attention import interpreted, values
 from ..support.attention import oracle as attention_oracle
-from ..support.attention import values
 from ..support.attention.lowering import (
     CHOICES,
     EVERYTHING,
@@ -1000,6 +1000,44 @@ def test_what_the_interpreter_refuses_it_still_refuses(kind):
     plan = forward.ForwardPlan(replace(plan.geometry, config=config, dropout_rate=0.0))  # many queries, not few
     with pytest.raises(ValueError, match="does not support `inline_mgpu`"):
         kernels.interpreted(lambda array: plan.run(query=array, key=array, value=array), array)
+
+
+SQUARE = {"batch": (2,), "length": 384, "keys": 384, "heads": 2, "key_heads": 1}  # that tiles of 128 and of 192 divide
+INTERPRETED = {
+    "plain": values.case(SQUARE),
+    "causal": values.case(SQUARE, is_causal=True),
+    "window": values.case(SQUARE, local_window_size=(70, 30)),
+    "segments, causal": values.case(
+        SQUARE, lambda: {f"{name}_segment_ids": values.segments(384, 0) for name in ("query", "key_value")}, is_causal=True
+    ),
+    "segments shuffled": values.case(
+        SQUARE, lambda: {f"{name}_segment_ids": values.ids(384, i, "shuffled") for i, name in enumerate(("query", "key_value"))}
+    ),
+    "lengths": values.case(SQUARE, values.lengths_of([384, 65], [300, 129]), is_causal=True),
+    "soft cap": values.case(SQUARE, logits_soft_cap=3.0),
+    "sinks": values.case(SQUARE, lambda: {"sinks": values.random((2,), "bias")}, is_causal=True),
+}
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 3])
+@pytest.mark.parametrize(
+    ("kind", "size", "dtype"),
+    [
+        pytest.param(kind, size, dtype, marks=cases.slow_unless((place + step) % 3 == 0))
+        for place, kind in enumerate(INTERPRETED)
+        for step, (size, dtype) in enumerate([(64, "bfloat16"), (128, "bfloat16"), (256, "bfloat16"), (64, "float16")])
+    ],
+)
+def test_interpreted_values(kind, size, dtype, multiprocessors):
+    given, options = INTERPRETED[kind](dtype)
+    given |= values.arrays(**SQUARE, size=size, dtype=dtype)
+    named = {"query_segment_ids": "query_segments", "key_value_segment_ids": "key_segments"}
+    named |= {"query_seq_lengths": "query_lengths", "key_value_seq_lengths": "key_lengths"}
+    operands = {named.get(name, name): jnp.asarray(array) for name, array in given.items()}
+    window = options.get("local_window_size", (None, 0 if options.get("is_causal") else None))
+    params = NO_OPTIONS | {"window": window, "soft_cap": options.get("logits_soft_cap"), "scale": size**-0.5}
+    out, lse = interpreted.attention(replace(HOPPER, multiprocessors=multiprocessors), operands, **params)
+    values.assert_right("mosaic", (out, jnp.swapaxes(lse, -1, -2)), given, options)
 
 
 # The kernels without the primitive.

@@ -1,9 +1,10 @@
-"""Runs the kernel of attention's derivatives without a GPU, by Pallas' interpreter of GPU kernels.
+"""Runs the kernels of attention, and of its derivatives, without a GPU, by Pallas' interpreter of GPU kernels.
 
-It knows barriers, TMA, and products of shared memory. Stand-ins are here for left operands in registers, copies that add, and
-functions that are MLIR. The interpreter multiplies and copies at once, and runs one block of threads after the other: it does
-not show that a wait for products, or for a turn, is too short. These do not run at all: sums that start with values, two blocks
-of threads that share a tile, tickets, and keys that do not fill the last tile.
+It knows barriers, TMA, and products of shared memory. Stand-ins are here for left operands in registers, sums that start with
+values, copies that add, and functions that are MLIR. The interpreter multiplies and copies at once, and runs one block of
+threads after the other: it does not show that a wait for products, or for a turn, is too short. These do not run at all:
+derivatives whose sums start with log-sum-exps, two blocks of threads that share a tile, tickets, masks, and queries or keys
+that do not fill the last tile.
 """
 
 import contextlib
@@ -15,17 +16,21 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax._src.pallas.mosaic_gpu import primitives as mosaic_primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
+from jax._src.state import primitives as state_primitives
 from jax.experimental import pallas as pl
 
 from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._gpu import emit, schedule, sync, tickets, wgmma
 from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
 from jaxsoftmax.ops.attention import primitive
-from jaxsoftmax.ops.attention.mosaic_sm90 import backward_pipeline
+from jaxsoftmax.ops.attention.mosaic_sm90 import backward_pipeline, forward_pipeline
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardTiles
 
 _adding = threading.Lock()
 _of_thread = threading.local()  # the reduction of the copy that a thread starts
+_tile = ForwardTiles.tile
 _copy, _multiply, _Copy = gpu_callbacks.copy_smem_to_gmem, gpu_callbacks.wgmma, gpu_callbacks.AsyncCopySmemToGmemTask
 
 
@@ -104,7 +109,18 @@ def _terms(product):
     return high.astype(jnp.bfloat16), (product - high).astype(jnp.bfloat16)
 
 
-def _band(scores, low, high, hidden):
+def _store_sum(ref, value):
+    """Stores a value to a sum of products, which is like other memory to the interpreter."""
+    _, no_transforms = jax.tree.flatten(())
+    state_primitives.swap_p.bind(ref, value, tree=no_transforms)
+
+
+def _tile_with_facts(tiles, number, *facts):
+    """Returns a tile, also if no ticket came with its facts."""
+    return _tile(tiles, number, *(facts or tiles.look_up(number)))
+
+
+def _band(scores, low, high, hidden=-jnp.inf):
     columns = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
     seen = jnp.full(scores.shape, fill_value=True)
     seen &= True if low is None else columns >= low[:, None]
@@ -121,12 +137,31 @@ def _store_product(ref, row, col, limits, values):
     ref[pl.ds(row, values.shape[0]), pl.ds(col, values.shape[1])] = values
 
 
+def _load_product_rows(ref, start, limit, shape):
+    return ref[pl.ds(start, shape[0])]
+
+
+def _store_product_rows(ref, start, limit, values):
+    ref[pl.ds(start, values.shape[0])] = values
+
+
+def _any_above(product, limit, barrier=None):
+    return jnp.any(~(product <= limit)).astype(jnp.int32)
+
+
 STAND_INS = {
     gpu_callbacks: {"copy_smem_to_gmem": _copy_or_add, "AsyncCopySmemToGmemTask": _task_of_copy}
     | {"wgmma": _multiply_from_registers},
     shared_memory.Barrier: {"deallocate": _deallocate},
     wgmma: {"bfloat16_terms": _terms, "band": _band, "load_transposed": _load_transposed, "store_product": _store_product}
-    | {"split_pairs": lambda product: product},
+    | {"split_pairs": lambda product: product, "scale_rows": lambda product, factors: product * factors[:, None]}
+    | {"load_product_rows": _load_product_rows, "store_product_rows": _store_product_rows, "any_above": _any_above}
+    # A row is in one place here, and not in four threads which have a quarter of its sum each.
+    | {"sum_in_threads": lambda product: jnp.sum(product, -1) / wgmma.THREADS_OF_ROW}
+    | {"sum_over_threads": lambda sums: sums * wgmma.THREADS_OF_ROW},
+    mosaic_primitives: {"wgmma_accumulator_store": _store_sum},
+    ForwardTiles: {"tile": _tile_with_facts},
+    forward_pipeline: {"tanh": jnp.tanh},
     sync: {
         "named_barrier_sync": _named_barrier("sync"),
         "named_barrier_arrive": _named_barrier("arrive"),
@@ -137,14 +172,30 @@ STAND_INS = {
 }
 
 
+def attention(target, operands, **params):
+    """Returns output and log-sum-exp of attention, by the kernel that is planned for a target."""
+    plan = _plan(primitive.ATTENTION, target, operands, params)
+    object.__setattr__(plan.geometry, "by_ticket", False)
+    return _run(plan, operands)
+
+
 def cotangents(target, operands, **params):
     """Returns the cotangents of attention that `params` want, by the kernel that is planned for a target."""
-    types = {name: jax.typeof(operand) for name, operand in operands.items()}
-    plan = mosaic.plan(primitive.ATTENTION_VJP.problem(primitive.ATTENTION_VJP, types, params), target)
-    assert not isinstance(plan, Refusal), plan
+    plan = _plan(primitive.ATTENTION_VJP, target, operands, params)
     for name in ("is_seeded", "seeds_delta", "by_ticket"):
         object.__setattr__(plan.geometry, name, False)
     assert not plan.geometry.is_paired
+    return _run(plan, operands)
+
+
+def _plan(operation, target, operands, params):
+    types = {name: jax.typeof(operand) for name, operand in operands.items()}
+    plan = mosaic.plan(operation.problem(operation, types, params), target)
+    assert not isinstance(plan, Refusal), plan
+    return plan
+
+
+def _run(plan, operands):
     params = plgpu.InterpretGPUParams(inline_mgpu="_hack_model_inline_mgpu_tokamax")
     with contextlib.ExitStack() as patches:
         for place, names in STAND_INS.items():
