@@ -141,6 +141,10 @@ def _load_product_rows(ref, start, limit, shape):
     return ref[pl.ds(start, shape[0])]
 
 
+def _load_product_cols(ref, start, limit, shape):
+    return ref[pl.ds(start, shape[1])]
+
+
 def _store_product_rows(ref, start, limit, values):
     ref[pl.ds(start, values.shape[0])] = values
 
@@ -155,7 +159,8 @@ STAND_INS = {
     shared_memory.Barrier: {"deallocate": _deallocate},
     wgmma: {"bfloat16_terms": _terms, "band": _band, "load_transposed": _load_transposed, "store_product": _store_product}
     | {"split_pairs": lambda product: product, "scale_rows": lambda product, factors: product * factors[:, None]}
-    | {"load_product_rows": _load_product_rows, "store_product_rows": _store_product_rows, "any_above": _any_above}
+    | {"load_product_rows": _load_product_rows, "load_product_cols": _load_product_cols}
+    | {"store_product_rows": _store_product_rows, "any_above": _any_above}
     # A row is in one place here, and not in four threads which have a quarter of its sum each.
     | {"sum_in_threads": lambda product: jnp.sum(product, -1) / wgmma.THREADS_OF_ROW}
     | {"sum_over_threads": lambda sums: sums * wgmma.THREADS_OF_ROW},
