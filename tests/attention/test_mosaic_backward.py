@@ -282,6 +282,7 @@ SOME += [f"sizes {h} and {v}" for h, v in [(8, 8), (128, 128), (192, 192), (192,
 SOME += ["sizes 36 and 50", "sizes 100 and 33", "sizes 1 and 250"]
 SOME += ["groups of 8", "two batch axes", "no batch axes", "many tiles", "4097", "window beyond the keys", "causal window"]
 SOME += [f"window {window}" for window in [(30, None), (None, 30), (0, 0), (5, 200)]]
+SOME += ["segments apart", "segments, lines of no multiple of 16 bytes"]
 SOME += ["lengths of keys", "lengths, size 128", "segments sorted", "segments, window", "soft cap, causal"]
 SOME += ["dropout, causal", "dropout, size 256", "sinks alone everywhere"]
 SOME += [f"mask {shape} bool" for shape in ["(1,4,130,201)", "(2,4,1,201)", "(2,4,130,1)", "(201,)"]]
@@ -307,7 +308,7 @@ def check_case(kind, dtype=None, *, deterministic_gradients=False):
 
 # Of each head size what waits for turns: with a table of lengths or segments and without, and with the most shared memory.
 DETERMINISTIC = ["385 and 513, causal", "window (200, 300), size 128", "segments, size 256, groups of 3", "lengths, causal"]
-DETERMINISTIC += ["bias of all heads, groups of 2, one block of queries"]
+DETERMINISTIC += ["bias of all heads, groups of 2, one block of queries", "segments sorted", "segments, size 128"]
 DETERMINISTIC += ["whole bias and soft cap, lengths, size 256"]
 DETERMINISTIC += [f"bias of all entries, lengths, size {size}" for size in (64, 128, 256)]
 DETERMINISTIC += ["bias (1,4,130,201) float32", "bias (2,1,130,201) bfloat16", "bias (2,4,1,200) float32"]
@@ -453,7 +454,7 @@ def test_the_reference_is_within_the_budget_of_random_combinations(call):
 
 # Interpreted, without a GPU.
 
-SEGMENTS = {"query_segment_ids": "query_segments", "key_value_segment_ids": "key_segments"}
+SEGMENTS = "query_segment_ids", "key_value_segment_ids"
 SQUARE = {"batch": (), "length": 128, "keys": 128, "heads": 2, "key_heads": 1}
 LONG = SQUARE | {"length": 512, "keys": 512}
 LONGER = {
@@ -499,8 +500,7 @@ def test_interpreted_cotangents(call):
     params = {"scale": size**-0.5, "window": (None, 0 if "is_causal" in options else None), "dropout_rate": 0.0}
     params |= {"soft_cap": options.get("logits_soft_cap"), "precision": "high", "wanted": tuple(moving)}
     target = dataclasses.replace(HOPPER, multiprocessors=1)
-    operands = {SEGMENTS.get(name, name): jnp.asarray(array) for name, array in (given | names).items()}
-    found = interpreted.cotangents(target, operands, **params, deterministic_gradients=deterministic)
+    found = interpreted.cotangents(target, interpreted.named(given | names), **params, deterministic_gradients=deterministic)
     assert_right("mosaic", dict(zip(moving, found, strict=True)), given, options, dout, dlse, lse)
 
 
@@ -1075,6 +1075,21 @@ def test_shared_memory_has_room(size, dtype, bias_gradient, deterministic, taken
     assert plan.shared_memory == total <= 227 * 1024
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("size", "dtype"), [(size, dtype) for size, dtype, _ in CONFIGS])
+def test_segments_and_results_are_staged_in_16_bits_up_to_128(size, dtype, deterministic):
+    given = lowering.operands((2,), 512, 512, 2, 2, size, dtype=dtype)
+    given |= dict.fromkeys(("query_segments", "key_segments"), lowering.shaped(2, 512, dtype="int32"))
+    options = {"window": (None, 0), "soft_cap": None, "dropout_rate": 0.0, "scale": 1.0}
+    plan = backward_plan.shape_backward(given, HOPPER, ("query", "key", "value"), deterministic, **options)
+    is_staged = dtype != "float32" and size <= 128
+    assert plan.stages_segments == is_staged == ("q_segments" in plan.scratch())
+    assert plan.stages_results == (is_staged and not deterministic)
+    assert plan.shared_memory <= HOPPER.shared_memory
+    single = dataclasses.replace(plan, has_single_heads=True)
+    assert not single.stages_results  # they are added
+
+
 def test_two_blocks_of_threads_share_a_tile_where_shared_memory_has_room():
     config = backward_plan.backward_config(256, 256)[1]
     plan = dataclasses.replace(plan_of(300, 300, (None, 0), config), is_deterministic=False)
@@ -1466,7 +1481,7 @@ def test_sums_of_keys_and_values_are_found_where_tiles_add_them():
     for head, b in itertools.product(range(4), range(3)):
         consumer = HalfConsumer(plan, {}, {}, {}, 0)
         tile = types.SimpleNamespace(b=b, head=head // 2)
-        for entry, key_head, values in consumer._sums(tile, 2.0, dv[head, b], dk[head, b]):
+        for entry, key_head, values in consumer._list_sums(tile, 2.0, dv[head, b], dk[head, b]):
             sums[entry, :, key_head] += values
     assert backward._result_types(plan, is_partial=False) == {}
     found = backward._cotangents(plan, given, written | {"dk_dv": jnp.asarray(sums)}, {}, is_partial=False)
@@ -1536,7 +1551,7 @@ def test_sums_of_slices_are_found_in_the_last_heads(entries, heads, cut):
         for number in range(plan.tiles_of_head):  # each tile is a slice of keys, and all add to the sums
             tile = types.SimpleNamespace(b=b, head=head, cut_number=(pair - first) * plan.tiles_of_head + number)
             rows = slice(number * 128, (number + 1) * 128)
-            for entry, at, values in consumer._sums(tile, 2.0, dv[b, head, rows], dk[b, head, rows]):
+            for entry, at, values in consumer._list_sums(tile, 2.0, dv[b, head, rows], dk[b, head, rows]):
                 sums[entry, rows, at] += values
     results = dict(zip(("dk", "dv"), map(jnp.asarray, whole), strict=True))
     found = backward._cotangents(plan, given, written | {"dk_dv": jnp.asarray(sums)}, results, is_partial=False)

@@ -292,6 +292,25 @@ def test_every_configuration_fits_into_shared_memory():
         assert is_refused or plan.geometry.shared_memory <= HOPPER.shared_memory
 
 
+STAGED = [(64, "bfloat16", True), (192, "float16", True), (256, "bfloat16", True)]
+STAGED += [(512, "bfloat16", False), (128, "float32", False), (128, "int8", False)]
+
+
+@pytest.mark.parametrize(("size", "dtype", "is_staged"), STAGED)
+def test_segments_are_staged_beside_keys_that_tma_copies_whole(size, dtype, is_staged):
+    length = 16 if dtype == "int8" else 512  # more queries would have 8 bits converted before the kernel
+    given = operands((2,), length, 512, 2, 2, size, dtype="bfloat16" if dtype == "int8" else dtype)
+    if dtype == "int8":
+        given |= {name: shaped(*given[name].shape, dtype="int8") for name in ("key", "value")}
+        given |= dict.fromkeys(("key_scale", "value_scale"), shaped(2, 2, dtype="float32"))
+    geometry = make_plan(primitive.ATTENTION, given, window=(None, 0)).geometry
+    assert not geometry.stages_segments
+    given |= {"query_segments": shaped(2, length, dtype="int32"), "key_segments": shaped(2, 512, dtype="int32")}
+    geometry = make_plan(primitive.ATTENTION, given, window=(None, 0)).geometry
+    assert geometry.stages_segments == is_staged == ("k_segments" in geometry.scratch())
+    assert geometry.shared_memory <= HOPPER.shared_memory
+
+
 def test_what_does_not_fit_into_shared_memory_is_refused():
     plans = with_shared_memory(200 << 10)
     refusals = [plan for plan in plans if isinstance(plan, Refusal) and not plan.lacks_kernel]
@@ -791,7 +810,7 @@ def test_steps_hold_all_that_a_query_sees_and_are_masked_where_one_does_not(leng
         low, high = tiles.seen(tile.lengths, tile.offset, first, ROWS)
         high = jnp.clip(high, tile.low + 1, tile.high)
         low = jnp.clip(low, tile.low, high - 1)
-        is_banded.append(ForwardScores(tiles.geometry, tiles.operands, tile, first).is_banded)
+        is_banded.append(ForwardScores(tiles.geometry, tiles.operands, tile, first, None).is_banded)
         return tile.low, tile.high, low, high, *tiles.seen_whole(tile, first, ROWS)
 
     groups = range(plan.blocks_q * config.consumers)
@@ -849,7 +868,7 @@ def test_splits_hold_each_key_block_that_a_row_of_any_head_sees_once(queries, gr
     def steps_of(number):
         tile = tiles.tile(number, *tiles.look_up(number))
         high = tile.high if tile.is_empty is False else jnp.where(tile.is_empty, tile.low, tile.high)
-        scores = ForwardScores(plan, tiles.operands, tile, jnp.int32(0))
+        scores = ForwardScores(plan, tiles.operands, tile, jnp.int32(0), None)
         positions.append(scores.is_banded)
         whole = tiles.seen_whole(tile, jnp.int32(0), ROWS)
         return tile.b, tile.head, tile.split, tile.low, high, *whole, scores.last_key
@@ -1013,6 +1032,9 @@ INTERPRETED = {
     "segments shuffled": values.case(
         SQUARE, lambda: {f"{name}_segment_ids": values.ids(384, i, "shuffled") for i, name in enumerate(("query", "key_value"))}
     ),
+    "segments that entries share": values.case(
+        SQUARE, lambda: {f"{name}_segment_ids": values.segments(384, 0, (1,)) for name in ("query", "key_value")}
+    ),
     "lengths": values.case(SQUARE, values.lengths_of([384, 65], [300, 129]), is_causal=True),
     "soft cap": values.case(SQUARE, logits_soft_cap=3.0),
     "sinks": values.case(SQUARE, lambda: {"sinks": values.random((2,), "bias")}, is_causal=True),
@@ -1031,12 +1053,9 @@ INTERPRETED = {
 def test_interpreted_values(kind, size, dtype, multiprocessors):
     given, options = INTERPRETED[kind](dtype)
     given |= values.arrays(**SQUARE, size=size, dtype=dtype)
-    named = {"query_segment_ids": "query_segments", "key_value_segment_ids": "key_segments"}
-    named |= {"query_seq_lengths": "query_lengths", "key_value_seq_lengths": "key_lengths"}
-    operands = {named.get(name, name): jnp.asarray(array) for name, array in given.items()}
     window = options.get("local_window_size", (None, 0 if options.get("is_causal") else None))
     params = NO_OPTIONS | {"window": window, "soft_cap": options.get("logits_soft_cap"), "scale": size**-0.5}
-    out, lse = interpreted.attention(replace(HOPPER, multiprocessors=multiprocessors), operands, **params)
+    out, lse = interpreted.attention(replace(HOPPER, multiprocessors=multiprocessors), interpreted.named(given), **params)
     values.assert_right("mosaic", (out, jnp.swapaxes(lse, -1, -2)), given, options)
 
 

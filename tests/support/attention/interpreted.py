@@ -3,8 +3,9 @@
 It knows barriers, TMA, and products of shared memory. Stand-ins are here for left operands in registers, sums that start with
 values, copies that add, and functions that are MLIR. The interpreter multiplies and copies at once, and runs one block of
 threads after the other: it does not show that a wait for products, or for a turn, is too short. These do not run at all:
-derivatives whose sums start with log-sum-exps, two blocks of threads that share a tile, tickets, masks, and queries or keys
-that do not fill the last tile.
+derivatives whose sums start with log-sum-exps, two blocks of threads that share a tile, tickets, masks, biases and float32
+forward, and queries or keys that do not fill the last tile. Each warpgroup needs a thread of the CPU client, which has one for
+each of its devices.
 """
 
 import contextlib
@@ -30,6 +31,10 @@ from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardTiles
 
 _adding = threading.Lock()
 _of_thread = threading.local()  # the reduction of the copy that a thread starts
+# Names of operands of `dot_product_attention`, and of the same operands of plans.
+NAMES = {"query_segment_ids": "query_segments", "key_value_segment_ids": "key_segments"}
+NAMES |= {"query_seq_lengths": "query_lengths", "key_value_seq_lengths": "key_lengths"}
+
 _tile = ForwardTiles.tile
 _copy, _multiply, _Copy = gpu_callbacks.copy_smem_to_gmem, gpu_callbacks.wgmma, gpu_callbacks.AsyncCopySmemToGmemTask
 
@@ -191,6 +196,11 @@ def cotangents(target, operands, **params):
         object.__setattr__(plan.geometry, name, False)
     assert not plan.geometry.is_paired
     return _run(plan, operands)
+
+
+def named(given):
+    """Returns operands of `dot_product_attention` as plans name them."""
+    return {NAMES.get(name, name): jnp.asarray(array) for name, array in given.items()}
 
 
 def _plan(operation, target, operands, params):

@@ -37,8 +37,8 @@ does not wait for the load. Behind stores to global memory loads took longer tha
 gradients had a wrong delta in the first step of some tile (H100). So consumers free a stage behind an instruction that needs
 what they loaded from it.
 
-Weights are made anew from the log-sum-exp. Rows of products are keys, columns queries. Limits, segments and masks are looked at
-while the products run, as loads take long.
+Weights are made anew from the log-sum-exp. Rows of products are keys, columns queries. Biases and masks are loaded while the
+products run, as loads take long. Segments of queries are loaded where a step is masked: they would take registers until then.
 """
 
 import functools
@@ -197,17 +197,17 @@ class BackwardRole:
             place = tile.count - 1 - place
         return tile.group * heads + head, tile.low + place
 
-    def following(self, tile, head, block):
+    def next_head_and_block(self, tile, head, block):
         """Returns the query head and the block of queries of the step after one of a tile, as `head_and_block` counts them."""
         heads = self.geometry.heads_per_tile
         if heads == 1:
             return head, block - 1
         if self.geometry.alternates:
-            is_last = head == (tile.group + 1) * heads - 1
-            below = block + jnp.where(tile.goes_up, 1, -1)
-            return jnp.where(is_last, tile.group * heads, head + 1), jnp.where(is_last, below, block)
-        is_last = block == tile.low
-        return jnp.where(is_last, head + 1, head), jnp.where(is_last, tile.low + tile.count - 1, block - 1)
+            is_last_head = head == (tile.group + 1) * heads - 1
+            next_block = block + jnp.where(tile.goes_up, 1, -1)
+            return jnp.where(is_last_head, tile.group * heads, head + 1), jnp.where(is_last_head, next_block, block)
+        is_last_block = block == tile.low
+        return jnp.where(is_last_block, head + 1, head), jnp.where(is_last_block, tile.low + tile.count - 1, block - 1)
 
     def terms(self, name, *place):
         """Lists the terms of an operand in shared memory, the high one first; one of 16 bits is one term."""
@@ -275,7 +275,7 @@ class BackwardScores:
             self.segments = wgmma.load_product_rows(ids.ref, start, keys - first, self.shape)
 
     def load(self, current):
-        """Loads what global memory has on the block of queries of a step: bias, mask and segments."""
+        """Loads the bias and the mask of a step from global memory."""
         loaded = {}
         for name in ("bias", "mask"):
             if name in self.operands and not (name == "bias" and self.geometry.config.stages_bias):
@@ -299,10 +299,10 @@ class BackwardScores:
         s = s * (factor * LOG2E)
         p = jnp.exp2(s if self.geometry.is_seeded or "bias" in self.operands else s - along_rows(lse, s.shape))
         if self.is_banded:
-            p = lax.cond(current.banded, lambda p: self._masked(p, loaded, current), lambda p: p, p)
+            p = lax.cond(current.banded, lambda p: self._masked(p, current), lambda p: p, p)
         return p, slope
 
-    def _masked(self, p, loaded, current):
+    def _masked(self, p, current):
         """Returns the weights of a block of queries, 0 where segments, the window or the lengths hide a key.
 
         On an H200 a branch here costs nothing. One that masks the scores, before the exponentials, costs up to 4 percent at
@@ -408,7 +408,7 @@ class BackwardConsumer(BackwardRole):
         scores = BackwardScores(self, tile, first, needs_segments=self.WEIGHS)
         total = geometry.heads_per_tile * tile.count
         if geometry.heads_per_tile > 1:
-            # If ptxas knows that the number of heads divides the total, it spills 288 bytes, else 44 (head size 128, causal).
+            # If ptxas knows that the number of heads divides the total, it spills five times as much (head size 128, causal).
             total += hidden_zero(steps, 0)
 
         def visit(sums, index, head, block, is_first=False):
@@ -421,7 +421,7 @@ class BackwardConsumer(BackwardRole):
             return current, self.step(scores, current, sums)
 
         def visit_next(sums, i, before):
-            head, block = self.following(tile, *before)
+            head, block = self.next_head_and_block(tile, *before)
             current, dq = visit(sums, steps + i, head, block)
             self.add(tile, steps + i - 1, *before, dq=dq, is_empty=geometry.is_empty_early)
             self.end_step(current)
@@ -666,7 +666,7 @@ class BackwardConsumer(BackwardRole):
         geometry, staged = self.geometry, self.memory["sums"].at[self.index]
         plgpu.barrier_arrive(self.memory["kv_empty"])
         first = self.first_key(tile, self.index)
-        for entry, head, values in self._sums(tile, kept_factor, dv, dk):
+        for entry, head, values in self._list_sums(tile, kept_factor, dv, dk):
             for start in range(0, geometry.size, width := staged.shape[1]):
                 self.await_staged()
                 staged[...] = values[:, start : start + width]
@@ -674,7 +674,7 @@ class BackwardConsumer(BackwardRole):
                 target = self.refs["dk_dv"].at[entry, pl.ds(first, ROWS), head, pl.ds(start, width)]
                 plgpu.copy_smem_to_gmem(staged, target, reduction_op="add")
 
-    def _sums(self, tile, kept_factor, dv, dk):
+    def _list_sums(self, tile, kept_factor, dv, dk):
         """Yields entry and head in `dk_dv`, and values, of each of dV and dK that the consumer has."""
         geometry = self.geometry
         entry, entries, head = tile.b, math.prod(geometry.batch), tile.head

@@ -401,10 +401,11 @@ class BackwardGeometry(AttentionGeometry):
 
     @property
     def stages_results(self) -> bool:
-        """True if dK and dV of 16 bits leave by way of the place of dQ, else by way of that of keys and values.
+        """True if dK and dV of 16 bits leave by way of the place of dQ.
 
-        The next keys and values may come meanwhile: forward and backward of 4096 causal tokens take 1932 us so, and 1958 us by
-        way of their place, of 1024 causal ones 747 us and 770 us (head size 64, H200; 1592 us and 1600 us at head size 128).
+        Otherwise those of 16 bits leave by way of the place of keys and values. By way of the place of dQ, the next keys and
+        values may come meanwhile: forward and backward of 4096 causal tokens take 1932 us so, and 1958 us otherwise, of 1024
+        causal ones 747 us and 770 us (head size 64, H200; 1592 us and 1600 us at head size 128, 4096 tokens).
         """
         return self.n_terms == 1 and not (self.is_deterministic or self.config.roles or self.has_single_heads)
 
@@ -454,7 +455,7 @@ class BackwardGeometry(AttentionGeometry):
             # What blocks of threads send each other lies together, so that terms come later.
             "ds": self._tiles(DS_STAGES, self.blocks_per_tile * halves, terms, config.block_q // ROWS, ROWS, ROWS),
             # In tiles of 64 columns where a bias has a derivative, which goes through it too.
-            "sums": self._sums(self.part_size // config.pieces),
+            "sums": self._place_of_sums(self.part_size // config.pieces),
             "k_full": plgpu.Barrier(num_arrivals=terms * halves * self.parts[1] + CONSUMERS * self.is_paired),
             "v_full": plgpu.Barrier(num_arrivals=terms * halves),
             "kv_empty": plgpu.Barrier(num_arrivals=CONSUMERS),
@@ -467,11 +468,13 @@ class BackwardGeometry(AttentionGeometry):
             "do_empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages_do),
         }
 
-    def _sums(self, width: int):
+    def _place_of_sums(self, width: int):
         """Describes the place from where consumers add dQ to global memory, `width` columns at a time, and store results."""
         sums = self._tiles(CONSUMERS, ROWS, width, dtype=jnp.float32)
         if not self.stages_results:
             return sums
+        # One consumer may store results while the other one still adds dQ, so that both names must have the same bytes of each
+        # consumer. JAX puts each array of a union at its start, and a test holds these arrays to the same size.
         return plgpu.RefUnion(sums, self._tiles(CONSUMERS, 2 * width // ROWS, ROWS, ROWS))
 
     def _bias_stage(self, halves: int) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class GlobalOperand:
     rows: int = 1  # its queries; 1 if it is the same for all
     # From the index of a batch entry to the number of those before it that have the same index in the operand.
     sharers_before: Callable[[Any], Any] = lambda b: 0
-    ref: Any = None  # `[entries, ...]`; masks and biases are `[entries * heads * rows, cols]`, segments are one line
+    ref: Any = None  # `[entries, ...]`; masks and biases are `[entries * heads * rows, cols]`, segments are lines
 
     def __getitem__(self, at):
         """Loads an element. The first index is that of the batch entry."""
@@ -111,7 +111,7 @@ def lay_out(
 
 
 def as_lines(segments: jax.Array) -> jax.Array:
-    """Returns segment ids, int32 `[*batch, length]`, as TMA copies them: a line for each entry, of whole 16 bytes."""
+    """Pads segment ids, int32 `[*batch, length]`, to lines `[entries, multiple of 4]`: TMA takes multiples of 16 bytes."""
     lines = segments.reshape(-1, segments.shape[-1])
     more = -lines.shape[1] % 4
     return jnp.pad(lines, ((0, 0), (0, more))) if more else lines

@@ -279,9 +279,7 @@ class ForwardProducer:
 class ForwardScores:
     """Scores and weights of the rows of a tile that a consumer has, from `first` on, one key block after the other."""
 
-    def __init__(
-        self, geometry: ForwardGeometry, operands: dict[str, GlobalOperand], tile: ForwardTile, first, load_segments: Any = None
-    ):
+    def __init__(self, geometry: ForwardGeometry, operands: dict[str, GlobalOperand], tile: ForwardTile, first, load_segments):
         self.geometry: Any = geometry
         self.operands, self.tile, self.first = operands, tile, first
         self.load_segments = load_segments  # function of the number of a key block, which loads the segments of its keys
@@ -625,9 +623,11 @@ class ForwardPipeline:
         return m, d, slots.rounded(p), scores.packed(following)
 
     def _masked(self, s, mask, step, *, banded, leaves_keys=True):
-        """Returns the scores of a step as `ForwardScores.masked` does, and leaves the keys.
+        """Returns the scores of a step as `ForwardScores.masked` does, and leaves the keys if `leaves_keys`.
 
-        It leaves them first, so that the next ones may come, except where segments lie beside them, which masking reads.
+        Keys are left first, so that the next ones may come, except where masking reads segments beside them. These loads are in
+        a branch with the selection that needs them, and so are done then. Weights that may be corrected by another product
+        need the keys for longer.
         """
         is_late = self.consumer.geometry.stages_segments
         if leaves_keys and not is_late:
