@@ -457,11 +457,6 @@ def test_the_reference_is_within_the_budget_of_random_combinations(call):
 SEGMENTS = "query_segment_ids", "key_value_segment_ids"
 SQUARE = {"batch": (), "length": 128, "keys": 128, "heads": 2, "key_heads": 1}
 LONG = SQUARE | {"length": 512, "keys": 512}
-LONGER = {
-    "causal, many tiles": LONG,
-    "segments, causal": LONG,
-    "segments shuffled": LONG,
-}  # shapes of cases that are no `SQUARE`
 INTERPRETED = {
     "causal": case(SQUARE, is_causal=True),
     "bias, soft cap": case(SQUARE, lambda: {"bias": random((2, 128, 128), "bias")}, logits_soft_cap=5.0),
@@ -492,7 +487,8 @@ SOME_INTERPRETED += [("segments shuffled", 128, "bfloat16", True)]
 def test_interpreted_cotangents(call):
     kind, size, dtype, deterministic = call
     given, options = INTERPRETED[kind](dtype)
-    given |= forward.arrays(**LONGER.get(kind, SQUARE), size=size, dtype=dtype)
+    length = given["query"].shape[-3]
+    given |= forward.arrays(**SQUARE | {"length": length, "keys": length}, size=size, dtype=dtype)
     moving, fixed = split(given)
     out, lse = forward.function(options, fixed, "xla")(moving)
     dout, dlse = cotangents_like((out, lse))
@@ -1421,6 +1417,22 @@ def test_tiles_that_alternate_visit_each_block_of_queries_with_all_heads(heads, 
         blocks = range(low, high) if ordinal == 1 else range(low, high)[::-1]
         own = range(plan.heads_per_tile * int(tile.head), plan.heads_per_tile * (int(tile.head) + 1))
         assert steps == [(head, block) for block in blocks for head in own]
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "single"),
+    [((2, 4096, 12, 4), {}, False), ((2, 4000, 16, 4), {"window": (700, 0)}, False), ((2, 4096, 16, 4), {}, True)],
+    ids=["alternating", "one head after the other", "single heads"],
+)
+def test_consumers_step_to_the_head_and_block_of_the_next_step(shape, options, single):
+    plan = dataclasses.replace(shaped_by_heads(*shape, **options), has_single_heads=single)
+    assert plan.alternates == (not options and not single)
+    role = BackwardRole(plan, {}, {}, {})
+    for number, ordinal in itertools.product((0, plan.tiles_of_head - 1, plan.tiles_of_head + 7), (0, 1)):
+        tile = role.tile(jnp.int32(number), **({"ordinal": jnp.int32(ordinal)} if plan.alternates else {}))
+        steps = [role.head_and_block(tile, i) for i in range(plan.heads_per_tile * int(tile.count))]
+        following = [role.next_head_and_block(tile, *step) for step in steps[:-1]]
+        assert [tuple(map(int, step)) for step in following] == [tuple(map(int, step)) for step in steps[1:]]
 
 
 @pytest.mark.parametrize("single", [False, True])

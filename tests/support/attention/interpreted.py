@@ -32,8 +32,8 @@ from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardTiles
 _adding = threading.Lock()
 _of_thread = threading.local()  # the reduction of the copy that a thread starts
 # Names of operands of `dot_product_attention`, and of the same operands of plans.
-NAMES = {"query_segment_ids": "query_segments", "key_value_segment_ids": "key_segments"}
-NAMES |= {"query_seq_lengths": "query_lengths", "key_value_seq_lengths": "key_lengths"}
+_NAMES = {"query_segment_ids": "query_segments", "key_value_segment_ids": "key_segments"}
+_NAMES |= {"query_seq_lengths": "query_lengths", "key_value_seq_lengths": "key_lengths"}
 
 _tile = ForwardTiles.tile
 _copy, _multiply, _Copy = gpu_callbacks.copy_smem_to_gmem, gpu_callbacks.wgmma, gpu_callbacks.AsyncCopySmemToGmemTask
@@ -200,7 +200,7 @@ def cotangents(target, operands, **params):
 
 def named(given):
     """Returns operands of `dot_product_attention` as plans name them."""
-    return {NAMES.get(name, name): jnp.asarray(array) for name, array in given.items()}
+    return {_NAMES.get(name, name): jnp.asarray(array) for name, array in given.items()}
 
 
 def _plan(operation, target, operands, params):

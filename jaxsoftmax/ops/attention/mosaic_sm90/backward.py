@@ -55,7 +55,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import (
     BiasGradient,
     shape_backward,
 )
-from jaxsoftmax.ops.attention.mosaic_sm90.common import KERNEL, ROWS, as_lines, lay_out, record, split_terms
+from jaxsoftmax.ops.attention.mosaic_sm90.common import KERNEL, ROWS, lay_out, pad_segments, record, split_terms
 from jaxsoftmax.ops.attention.operands import (
     INITIAL_D_QUERY,
     OPERANDS,
@@ -219,7 +219,7 @@ def _lay_out(geometry: BackwardGeometry, operands, lse, delta, d_out):
         extras["bias"] = _in_tiles(extras["bias"].reshape(-1, *operands["bias"].shape[-2:]))
 
     if geometry.stages_segments:
-        extras["query_segments"] = as_lines(operands["query_segments"])
+        extras["query_segments"] = pad_segments(operands["query_segments"])
 
     def line(array):
         array = jnp.broadcast_to(array, (*geometry.batch, heads, length)).reshape(-1, heads, length)

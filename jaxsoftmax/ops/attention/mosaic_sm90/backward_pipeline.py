@@ -270,9 +270,8 @@ class BackwardScores:
         self.kept_factor = 1 / (1 - geometry.dropout_rate) if "seeds" in names else 1.0
         self.segments: Any = None
         if "key_segments" in names and needs_segments:
-            ids, keys = self.operands["key_segments"], geometry.key[0]
-            start = ids.index(tile.b) * keys + first
-            self.segments = wgmma.load_product_rows(ids.ref, start, keys - first, self.shape)
+            ref, start, limit = self.operands["key_segments"].part_of_line(tile.b, first, geometry.key[0])
+            self.segments = wgmma.load_product_rows(ref, start, limit, self.shape)
 
     def load(self, current):
         """Loads the bias and the mask of a step from global memory."""
@@ -316,8 +315,9 @@ class BackwardScores:
         """Loads the segments of the queries of a step."""
         if self.geometry.stages_segments:
             return plgpu.load(self.consumer.memory["q_segments"].at[current.stage], layout=COL_LAYOUT)
-        ids, queries, start = self.operands["query_segments"], self.geometry.query[0], current.block * self.shape[1]
-        return wgmma.load_product_cols(ids.ref, ids.index(self.tile.b) * queries + start, queries - start, self.shape)
+        first, ids = current.block * self.shape[1], self.operands["query_segments"]
+        ref, start, limit = ids.part_of_line(self.tile.b, first, self.geometry.query[0])
+        return wgmma.load_product_cols(ref, start, limit, self.shape)
 
     def kept(self, current):
         """Tells which weights dropout keeps; None if it keeps all."""

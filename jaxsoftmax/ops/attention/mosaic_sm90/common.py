@@ -84,6 +84,10 @@ class GlobalOperand:
         """True for each of queries and keys along which a mask or bias varies."""
         return self.rows > 1, self.ref.shape[1] > 1
 
+    def part_of_line(self, b, start, length) -> tuple[Any, Any, Any]:
+        """Returns the operand, the place of element `start` of an entry's line of a length, and how many elements follow."""
+        return self.ref, self.index(b) * length + start, length - start
+
     def entry(self, b, head):
         """Returns the number of the matrix of a mask or bias that belongs to a head."""
         return self.index(b) * self.heads + (head if self.heads > 1 else 0)
@@ -110,7 +114,7 @@ def lay_out(
     return arrays, records
 
 
-def as_lines(segments: jax.Array) -> jax.Array:
+def pad_segments(segments: jax.Array) -> jax.Array:
     """Pads segment ids, int32 `[*batch, length]`, to lines `[entries, multiple of 4]`: TMA takes multiples of 16 bytes."""
     lines = segments.reshape(-1, segments.shape[-1])
     more = -lines.shape[1] % 4

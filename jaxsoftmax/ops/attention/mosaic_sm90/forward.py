@@ -32,7 +32,7 @@ from jax.typing import DTypeLike
 
 from jaxsoftmax._gpu import schedule
 from jaxsoftmax._gpu.kernel import kernel_of
-from jaxsoftmax.ops.attention.mosaic_sm90.common import as_lines, lay_out, split_terms
+from jaxsoftmax.ops.attention.mosaic_sm90.common import lay_out, pad_segments, split_terms
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_formats import (
     ByteConverter,
     ByteCopies,
@@ -148,7 +148,7 @@ def _lay_out(geometry: ForwardGeometry, operands):
     others = {name: array for name, array in operands.items() if name not in INITIAL_RESULTS}
     refs, records = lay_out(geometry.batch, others | make_tables(geometry, others))
     if geometry.stages_segments:
-        refs["key_segments"] = as_lines(operands["key_segments"])
+        refs["key_segments"] = pad_segments(operands["key_segments"])
     if geometry.pages is not None:
         for name in ("key_pages", "value_pages"):
             refs[name] = refs[name].reshape(-1, *refs[name].shape[2:])

@@ -311,9 +311,8 @@ class ForwardScores:
             self.last_key = last_key if right is None else jnp.minimum(last_key, position + right)
         self.segments: Any = None
         if "query_segments" in operands:
-            ids, queries = operands["query_segments"], geometry.query[0]
-            start = ids.index(tile.b) * queries + first
-            self.segments = wgmma.load_product_rows(ids.ref, start, queries - first, self.shape)
+            part = operands["query_segments"].part_of_line(tile.b, first, geometry.query[0])
+            self.segments = wgmma.load_product_rows(*part, self.shape)
 
     def masked(self, s, mask, block, *, banded):
         """Returns the scores of a key block from its products, `-inf` for keys that are not seen.
@@ -458,9 +457,9 @@ class ForwardConsumer:
         """Loads the segments of the keys of a block. `top` is that of `ForwardPipeline`."""
         if self.geometry.stages_segments:
             return plgpu.load(self.slots.memory["k_segments"].at[self.slots.stage(top - block)], layout=COL_LAYOUT)
-        ids, keys, shape = self.operands["key_segments"], self.geometry.key[0], (ROWS, self.geometry.config.block_kv)
-        start = block * shape[1]
-        return wgmma.load_product_cols(ids.ref, ids.index(tile.b) * keys + start, keys - start, shape)
+        shape = ROWS, self.geometry.config.block_kv
+        part = self.operands["key_segments"].part_of_line(tile.b, block * shape[1], self.geometry.key[0])
+        return wgmma.load_product_cols(*part, shape)
 
     def _skip(self, step, _):
         """Leaves a key block to the other consumers."""

@@ -34,7 +34,7 @@ class TangentGeometry(ForwardGeometry):
 
     @property
     def stages_segments(self) -> bool:
-        return False
+        return False  # `TangentCopies` copies none
 
     @property
     def moves_scores(self) -> bool:
