@@ -365,6 +365,21 @@ def test_native_cases_with_many_tiles_cut_them_or_alternate(kind, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_native_segments_that_mapped_examples_share(size):
+    """Only `vmap` gives the kernels one line of segments for all entries of the batch."""
+    given, options = forward.segmented("sorted", size=size)("bfloat16")
+    moving, fixed = split(given)
+    f = jax.vmap(forward.function(options, {name: array[0] for name, array in fixed.items()}, "mosaic"))
+    cases.assert_all_run_on("mosaic", explain(f, moving))
+    dout, dlse = cotangents_like(jax.eval_shape(f, moving))
+    (out, lse), found = jax.jit(pull_of(f))(moving, (dout, dlse))
+    given |= {name: np.broadcast_to(array[:1], array.shape) for name, array in fixed.items()}
+    forward.assert_right("mosaic", (out, lse), given, options)
+    assert_right("mosaic", found, given, options, dout, dlse, lse)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "dtype"), MANY_TILES)
 def test_native_cotangents_of_many_tiles(kind, dtype):
     with kernels.target(multiprocessors=7):

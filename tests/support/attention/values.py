@@ -508,10 +508,6 @@ IN_SHAPES = {
         f"lengths, sizes {size} and {other}": case(WIDE | {"size": size, "value_size": other}, lengths_of([300, 65], [17, 500]))
         for size, other in ((256, 192), (192, 256))
     },
-    "segments that entries share": case(
-        {"length": 300, "keys": 401, "size": 64},
-        lambda: {"query_segment_ids": ids(300, 0, "sorted")[:1], "key_value_segment_ids": ids(401, 1, "sorted")[:1]},
-    ),
     "segments, lines of no multiple of 16 bytes": segmented("shuffled", 301, 402),
     "segments, window": segmented("shuffled", local_window_size=(70, 90)),
     "soft cap": case(WIDE, logits_soft_cap=2.0),
