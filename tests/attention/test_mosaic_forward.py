@@ -148,6 +148,32 @@ def test_every_configuration_is_that_of_a_size_that_is_lowered(dtype):
     assert configs(itertools.product(every, every)) == configs(lowered)
 
 
+@pytest.mark.parametrize(
+    ("size", "tail"),
+    [(8, 0), (32, 0), (64, 0), (72, 16), (80, 16), (88, 32), (96, 32), (104, 0), (128, 0), (144, 16), (224, 32), (256, 0)],
+)
+def test_the_last_slab_of_a_head_is_as_narrow_as_its_columns_allow(size, tail):
+    geometry = make_plan(primitive.ATTENTION, operands((), 640, 999, 2, 2, size)).geometry
+    wide = size - size % 64 if tail else -(-size // 64) * 64
+    assert (geometry.tails, geometry.sizes) == ((tail, tail), (wide + tail, wide + tail))
+    assert ("columns" in geometry.describe()) == (tail > 0)
+
+
+@pytest.mark.parametrize("given", [operands((), 640, 999, 2, 2, 80, dtype="float32"), operands((), 3, 999, 8, 2, 80)])
+def test_only_many_rows_of_16_bits_have_a_tail(given):
+    assert make_plan(primitive.ATTENTION, given).geometry.tails == (0, 0)
+
+
+def test_heads_whose_output_takes_the_place_of_queries_have_equal_tails():
+    def tails(size, value_size):
+        types = operands((), 640, 999, 2, 2, size) | {"value": operands((), 640, 999, 2, 2, value_size)["value"]}
+        return make_plan(primitive.ATTENTION, types).geometry.tails
+
+    assert tails(80, 96) == (16, 32)  # with room of its own
+    assert tails(160, 160) == (32, 32)
+    assert tails(160, 144) == tails(160, 192) == (0, 0)
+
+
 @pytest.mark.parametrize("dtype", mosaic.DTYPES)
 def test_the_registers_of_every_configuration_fit(dtype):
     every = range(8, mosaic.MAX_HEAD_SIZE[dtype] + 1, 8)
@@ -1051,8 +1077,25 @@ INTERPRETED = {
     ],
 )
 def test_interpreted_values(kind, size, dtype, multiprocessors):
+    check_interpreted(kind, size, size, dtype, multiprocessors)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        pytest.param(kind, sizes, marks=cases.slow_unless(sizes[0] == sizes[1] and (place + step) % 3 == 0))
+        for place, kind in enumerate(INTERPRETED)
+        for step, sizes in enumerate([(80, 80), (96, 96), (160, 160), (80, 96), (96, 64), (64, 80), (224, 224)])
+    ],
+    ids=str,
+)
+def test_interpreted_values_of_heads_with_a_tail(kind, sizes):
+    check_interpreted(kind, *sizes, "bfloat16", 1)
+
+
+def check_interpreted(kind, size, value_size, dtype, multiprocessors):
     given, options = INTERPRETED[kind](dtype)
-    given |= values.arrays(**SQUARE, size=size, dtype=dtype)
+    given |= values.arrays(**SQUARE, size=size, value_size=value_size, dtype=dtype)
     window = options.get("local_window_size", (None, 0 if options.get("is_causal") else None))
     params = NO_OPTIONS | {"window": window, "soft_cap": options.get("logits_soft_cap"), "scale": size**-0.5}
     out, lse = interpreted.attention(replace(HOPPER, multiprocessors=multiprocessors), interpreted.named(given), **params)

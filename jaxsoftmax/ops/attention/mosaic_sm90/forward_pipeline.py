@@ -92,30 +92,36 @@ class ForwardSlots:
 
     def slabs(self, letter, slot) -> list[Any]:
         """Lists the slabs of columns of a slot, as the tensor cores take them."""
-        memory, count = self.memory[letter], self.n_slabs(letter)
-        if self.geometry.is_ragged:
-            _, memory = memory
-        elif count == 1:
-            return [memory.at[slot]]
-        return [memory.at[slot, slab] for slab in range(count)]
+        count, memory = self.geometry.count_slabs(letter), self.memory[letter]
+        if not self.geometry.is_ragged:
+            return [memory.at[slot]] if count == 1 else [memory.at[slot, i] for i in range(count)]
+        has_tail = f"{letter}_tail" in self.memory
+        slabs = [self.views(letter)[1].at[slot, i] for i in range(count - has_tail)]
+        return [*slabs, self.views(f"{letter}_tail")[1].at[slot, 0]] if has_tail else slabs
 
-    def n_slabs(self, letter) -> int:
-        """Returns the number of slabs of columns of a slot."""
-        return self.geometry.slabs[0 if letter[0] in "qk" else 1]
+    def views(self, name) -> tuple[Any, Any]:
+        """Returns slots whose slabs TMA copies one by one, without tiles and in tiles: the same bytes."""
+        untiled, tiled = self.memory[name]
+        return untiled, tiled
 
     def copy_slabs(self, letter, slot, slabs: range, copy, column=0) -> None:
         """Does `copy(columns, slab)` for some of the slabs of a slot, as TMA takes them. Slab 0 starts at `column`."""
-        if self.geometry.is_ragged:
-            untiled, _ = self.memory[letter]
-
-            @pl.loop(slabs.start, slabs.stop)  # not written out: a slab behind the last column must not be known while tracing
-            def _(slab):
-                copy(pl.ds(column + slab * SWIZZLED, SWIZZLED), untiled.at[slot, slab])
-
+        if not self.geometry.is_ragged:
+            for i, slab in enumerate(self.slabs(letter, slot)):
+                if i in slabs:
+                    copy(pl.ds(column, slab.shape[1]), slab)
+                column += slab.shape[1]
             return
-        for slab, memory in enumerate(self.slabs(letter, slot)):
-            if slab in slabs:
-                copy(pl.ds(column + slab * memory.shape[1], memory.shape[1]), memory)
+        has_tail, untiled = f"{letter}_tail" in self.memory, self.views(letter)[0]
+        stop = slabs.stop - has_tail
+
+        @pl.loop(slabs.start, stop)  # not written out: a slab behind the last column must not be known while tracing
+        def _(i):
+            copy(pl.ds(column + i * SWIZZLED, SWIZZLED), untiled.at[slot, i])
+
+        if has_tail:
+            tail = self.views(f"{letter}_tail")[0]
+            pl.loop(stop, stop + 1)(lambda i: copy(pl.ds(column + i * SWIZZLED, tail.shape[-1]), tail.at[slot, 0]))
 
     def take_queries(self, consumer: "ForwardConsumer", tile: ForwardTile, first) -> list[Any]:
         """Waits until the queries of a consumer are there. Returns the left operands that it has in registers: none."""
@@ -147,11 +153,12 @@ class ForwardSlots:
         """Starts O += P V once the values are there. `weights` are `rounded`."""
         stage, width = self.value_stage(step), self.geometry.value_width
         plgpu.barrier_wait(self.memory["v_full"].at[stage])
-        values = self.slabs("v", stage)
+        values, column = self.slabs("v", stage), 0
         if width < values[0].shape[1]:
             values = [v.at[:, pl.ds(start, width)] for v in values for start in range(0, v.shape[1], width)]
-        for i, v in enumerate(values):
-            plgpu.wgmma(o_acc.at[:, i * width : (i + 1) * width], weights, v)
+        for v in values:
+            plgpu.wgmma(o_acc.at[:, column : column + v.shape[1]], weights, v)
+            column += v.shape[1]
 
     def pairs(self, left, right):
         """Pairs the slabs of two operands that are multiplied with each other."""
@@ -207,7 +214,7 @@ class TmaCopies:
         """Does `copy(columns, slab, full)` for each slab of a slot once it is empty; `full` is the barrier to arrive at."""
         letter, memory, slots = self.letter(name), self.slots.memory, self.slots
         parts = self.geometry.key_parts if name == "key" else 1
-        count = slots.n_slabs(letter) // parts
+        count = self.geometry.count_slabs(letter) // parts
         for part in range(parts):
             at = slots.key_part(slot, part) if name == "key" else slot
             plgpu.barrier_wait(memory[f"{letter}_empty"].at[at])
@@ -713,9 +720,10 @@ class ForwardPipeline:
         letter, out = "o" if geometry.config.own_output else "q", consumer.results["out"]
         b, at = self.tile.b, geometry.rows.at(pl.ds(self.first, ROWS), self.tile.head)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        slabs = range(geometry.slabs[1])
-        for i, slab in zip(slabs, slots.slabs(letter, consumer.index), strict=False):  # queries may have more
-            slab[...] = o[:, i * slab.shape[1] : (i + 1) * slab.shape[1]].astype(geometry.dtype)
+        slabs, column = range(geometry.count_slabs("o")), 0
+        for _, slab in zip(slabs, slots.slabs(letter, consumer.index), strict=False):  # queries may have more
+            slab[...] = o[:, column : column + slab.shape[1]].astype(geometry.dtype)
+            column += slab.shape[1]
         plgpu.commit_smem()
 
         def copy_slab(columns, slab):

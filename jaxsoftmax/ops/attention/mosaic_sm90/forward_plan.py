@@ -248,8 +248,19 @@ def halves(size: int) -> int:
     return 2 if size > WIDEST else 1
 
 
+def tail_of(size: int) -> int:
+    """Returns the columns of a head size's last slab if it is narrower than `SWIZZLED`, or 0 if all slabs are as wide.
+
+    A tail has 16 or 32 columns, as products take them with a swizzle of 32 or 64 bytes.
+    """
+    rest = size % SWIZZLED
+    if size < SWIZZLED or not 0 < rest <= 32:
+        return 0
+    return 16 if rest <= 16 else 32
+
+
 def sizes_on_chip(head_size: int, value_size: int) -> tuple[int, int]:
-    """Returns the columns of keys, and those of the values of a tile, in shared memory."""
+    """Returns the columns of keys, and those of the values of a tile, in shared memory if no slab has a tail."""
     return padded(head_size), padded(value_size) // halves(value_size)
 
 
@@ -284,8 +295,9 @@ class ForwardGeometry(AttentionGeometry):
     # Parts of the columns of keys, with barriers of their own: the first part is copied while the second is multiplied.
     key_parts: int = field(init=False)
     is_ragged: bool = field(init=False)  # lengths or head sizes are no multiples of a swizzled tile's: TMA copies slabs
-    slabs: tuple[int, int] = field(init=False)  # slabs of columns of queries and keys, and of values and the output
-    value_width: int = field(init=False)  # columns of values of one product
+    slabs: tuple[int, int] = field(init=False)  # equal slabs of columns of queries and keys, and of values and the output
+    tails: tuple[int, int] = field(init=False)  # columns of a narrower slab behind them, or 0: see `tail_of`
+    value_width: int = field(init=False)  # columns of values of one product, except that of the tail
     n_products: int = field(init=False)  # products of the tensor cores that multiply weights and values
     unit: float = field(init=False)  # of `m`, see `online.push_log2`
     n_facts: int = field(init=False)  # int32 that operands say of a tile; blocks of threads take tickets if there are any
@@ -295,11 +307,16 @@ class ForwardGeometry(AttentionGeometry):
         block_q, sizes = ROWS * config.consumers, sizes_on_chip(size, self.value_size)
         blocks_q, key_parts, value_parts = pl.cdiv(n_rows, block_q), halves(size), halves(self.value_size)
         is_whole = n_rows % 8 == keys % 8 == 0 and sizes == (size, self.value_size // value_parts)
+        tails = (tail_of(size), tail_of(self.value_size)) if self.takes_tails else (0, 0)
+        if not config.own_output and tails[0] != tails[1]:  # the output takes the place of the queries, slab by slab
+            tails = 0, 0
+        wide = tuple(columns - (SWIZZLED if tail else 0) for columns, tail in zip(sizes, tails, strict=True))
+        sizes = wide[0] + tails[0], wide[1] + tails[1]
         # The output in the place of queries takes whole slabs of theirs.
         is_whole &= key_parts == 1 or config.own_output or sizes[0] == key_parts * sizes[1]
         is_ragged = not config.has_terms and (self.rows.box is not None or not is_whole)  # float32 does not go through TMA
-        slabs = (sizes[0] // SWIZZLED, sizes[1] // SWIZZLED) if is_ragged else (key_parts, 1)
-        value_width = sizes[1] // slabs[1]
+        slabs = (wide[0] // SWIZZLED, wide[1] // SWIZZLED) if is_ragged else (key_parts, 1)
+        value_width = wide[1] // slabs[1]
         if config.byte_stages and value_width == 256:  # four warpgroups start with 128 registers, and its product takes 158
             value_width = 128
         n_facts = sum(count for name, count in FACTS.items() if name in self.names)
@@ -314,14 +331,22 @@ class ForwardGeometry(AttentionGeometry):
             key_parts=key_parts,
             is_ragged=is_ragged,
             slabs=slabs,
+            tails=tails,
             value_width=value_width,
-            n_products=3 if config.has_terms else sizes[1] // value_width,
+            n_products=3 if config.has_terms else wide[1] // value_width + (tails[1] > 0),
             # Scores with a bias may be as large as `finfo.min`: their maximum must not be rounded when it is scaled.
             unit=LOG2E if "bias" in self.names else 1.0,
             n_facts=n_facts,
             by_ticket=n_facts > 0,
             n_tiles=math.prod(self.batch) * heads * value_parts * blocks_q * self.splits,
         )
+
+    @property
+    def takes_tails(self) -> bool:
+        """True if heads have a tail where their size allows it: plain operands of 16 bits, and many rows, do."""
+        config = self.config
+        is_plain = not config.has_terms and not config.byte_stages and self.pages is None
+        return is_plain and self.rows.heads_per_query == 1 and max(self.query[2], self.value_size) <= WIDEST
 
     @property
     def hides_in_first_block_alone(self) -> bool:
@@ -342,6 +367,9 @@ class ForwardGeometry(AttentionGeometry):
             f"{config.consumers} consumer {'warpgroups' if config.consumers > 1 else 'warpgroup'}",
             f"{self.splits} {'splits' if self.splits > 1 else 'split'}",
         ]
+        if any(self.tails):
+            slabs = " and ".join(f"{size - tail} + {tail}" for size, tail in zip(self.sizes, self.tails, strict=True))
+            parts.append(f"{slabs} columns")
         parts += ["each half of the values in its own tiles"] if self.value_parts > 1 else []
         parts += ["guessed maxima"] if config.correction is not None else []
         parts += ["keys and values split before"] if config.copies_terms else []
@@ -406,8 +434,9 @@ class ForwardGeometry(AttentionGeometry):
     def scratch(self) -> dict[str, Any]:
         """Describes what is in shared memory. A barrier is full when a copy has landed, and empty when all have read it."""
         config = self.config
-        (head_size, head_slabs), (value_size, value_slabs) = zip(self.sizes, self.slabs, strict=True)
-        copies = [slabs * (1 if self.pages is None else self.pages.count_in_block(config.block_kv)) for slabs in self.slabs]
+        head_slabs, value_slabs = (self.count_slabs(letter) for letter in "qv")
+        pages = 1 if self.pages is None else self.pages.count_in_block(config.block_kv)
+        copies = [head_slabs * pages, value_slabs * pages]
         if config.copies_terms:
             copies = [2, 2]
         key_slots = self.key_parts * config.stages
@@ -415,39 +444,52 @@ class ForwardGeometry(AttentionGeometry):
         if self.by_ticket:
             memory |= schedule.ticket_memory(1 + self.n_facts, self.n_warpgroups - 1)
         if config.own_output and not config.has_terms and self.splits == 1:
-            memory |= {"o": self._slots(config.consumers, ROWS, value_size, value_slabs, box=self.rows.box)}
+            memory |= self._slots_of("o", config.consumers, ROWS, box=self.rows.box)
         if config.byte_stages:
-            for letter, size, slabs, count in zip("kv", self.sizes, self.slabs, copies, strict=True):
-                memory[f"{letter}_bytes"] = self._slots(config.byte_stages, config.block_kv, size, slabs, jnp.int8)
+            for letter, count in zip("kv", copies, strict=True):
+                memory |= self._slots_of(f"{letter}_bytes", config.byte_stages, config.block_kv, dtype=jnp.int8)
                 memory[f"{letter}_bytes_full"] = plgpu.Barrier(num_arrivals=count, num_barriers=config.byte_stages)
                 memory[f"{letter}_bytes_empty"] = plgpu.Barrier(num_barriers=config.byte_stages)
             copies = [1, 1]
-        memory["q"] = self._slots(config.consumers, ROWS, head_size, head_slabs, box=self.rows.box, terms=config.slot_terms)
+        memory |= self._slots_of("q", config.consumers, ROWS, box=self.rows.box, terms=config.slot_terms)
         if self.stages_segments:
             memory["k_segments"] = plgpu.SMEM((config.stages, config.block_kv), jnp.int32)
         if not config.copies_terms:
             memory["q_full"] = plgpu.Barrier(num_arrivals=head_slabs, num_barriers=config.consumers)
             memory["q_empty"] = plgpu.Barrier(num_barriers=config.consumers)
+        memory |= self._slots_of("k", config.stages, config.block_kv) | self._slots_of("v", config.stages, config.block_kv)
         return memory | {
-            "k": self._slots(config.stages, config.block_kv, head_size, head_slabs),
-            "v": self._slots(config.stages, config.block_kv, value_size, value_slabs),
             "k_full": plgpu.Barrier(num_arrivals=copies[0] // self.key_parts + self.stages_segments, num_barriers=key_slots),
             "v_full": plgpu.Barrier(num_arrivals=copies[1], num_barriers=config.stages),
             "k_empty": plgpu.Barrier(num_arrivals=config.consumers, num_barriers=key_slots),
             "v_empty": plgpu.Barrier(num_arrivals=config.consumers, num_barriers=config.stages),
         }
 
-    def _slots(self, n_stages, rows, size, slabs, dtype=None, box=None, terms=2):
-        """Describes the slot of one operand, in tiles as the tensor cores read them."""
-        dtype, tiling = dtype or self.dtype, plgpu.TilingTransform((8, SWIZZLED))
+    def count_slabs(self, letter: str) -> int:
+        """Counts the slabs of columns of queries "q", keys "k", values "v" or the output "o", with a tail."""
+        which = 0 if letter[0] in "qk" else 1
+        return self.slabs[which] + (self.tails[which] > 0)
+
+    def _slots_of(self, letter, n_stages, rows, **options) -> dict[str, Any]:
+        """Describes the slots of one operand, and those of its tail, by name."""
+        which = 0 if letter[0] in "qk" else 1
+        tail, size = self.tails[which], self.sizes[which] - self.tails[which]
+        memory = {letter: self._slots(n_stages, rows, size, self.slabs[which], **options)}
+        if tail:
+            memory[f"{letter}_tail"] = self._slots(n_stages, rows, tail, 1, **options, swizzled=tail)
+        return memory
+
+    def _slots(self, n_stages, rows, size, slabs, dtype=None, box=None, terms=2, swizzled=SWIZZLED):
+        """Describes slots of one operand, in tiles of `swizzled` columns as the tensor cores read them."""
+        dtype, tiling = dtype or self.dtype, plgpu.TilingTransform((8, swizzled))
         if self.config.has_terms:
             transforms = tiling, plgpu.SwizzleTransform(2 * SWIZZLED)
             return plgpu.SMEM((n_stages, terms, rows, size), jnp.bfloat16, transforms=transforms)
-        swizzle = plgpu.SwizzleTransform(SWIZZLED * jnp.dtype(dtype).itemsize)
+        swizzle = plgpu.SwizzleTransform(swizzled * jnp.dtype(dtype).itemsize)
         if not self.is_ragged:
             shape = (n_stages, rows, size) if slabs == 1 else (n_stages, slabs, rows, size // slabs)
             return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
-        # A slab of 64 columns has the same bytes with tiles and without, so it has two names: TMA copies it without tiles,
+        # A slab has the same bytes with tiles and without, so it has two names: TMA copies it without tiles,
         # which clips it at any row and column, and the tensor cores read tiles.
         shape = (n_stages, slabs, rows, size // slabs)
         whole = plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))

@@ -93,7 +93,7 @@ class TangentCopies(TmaCopies):
                 slab = slab.at[pl.ds(place * rows, rows)] if name == "value" else slab
                 plgpu.copy_gmem_to_smem(array.at[pl.ds(first, rows), head, columns], slab, full)
 
-            slots.copy_slabs(letter, slots.slot_of(source, slot), range(slots.n_slabs(letter)), copy_slab)
+            slots.copy_slabs(letter, slots.slot_of(source, slot), range(slots.geometry.count_slabs(letter)), copy_slab)
 
 
 class TangentScores(ForwardScores):

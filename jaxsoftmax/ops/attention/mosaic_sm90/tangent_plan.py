@@ -37,6 +37,10 @@ class TangentGeometry(ForwardGeometry):
         return False  # `TangentCopies` copies none
 
     @property
+    def takes_tails(self) -> bool:
+        return False  # slots of tangents are behind the others
+
+    @property
     def moves_scores(self) -> bool:
         """True if scores have a tangent, and so the log-sum-exp."""
         return not {"d_query", "d_key", "d_bias"}.isdisjoint(self.names)
