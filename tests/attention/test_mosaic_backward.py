@@ -501,9 +501,36 @@ SOME_INTERPRETED += [("segments shuffled", 128, "bfloat16", True)]
 @pytest.mark.parametrize("call", quick(EVERY_INTERPRETED, SOME_INTERPRETED), ids=str)
 def test_interpreted_cotangents(call):
     kind, size, dtype, deterministic = call
+    check_interpreted(kind, size, size, dtype, deterministic)
+
+
+TAILED = [(80, 80), (96, 96), (80, 96), (96, 64), (40, 80), (80, 128), (128, 96)]  # of queries and keys, of values, or both
+
+
+@pytest.mark.parametrize(
+    "call",
+    quick(
+        [(kind, *sizes, key_heads) for kind in INTERPRETED for sizes in TAILED for key_heads in (1, 2)],
+        [
+            ("causal", 80, 80, 2),
+            ("causal, many tiles", 96, 96, 1),
+            ("bias, soft cap", 80, 128, 1),
+            ("segments, causal", 40, 80, 1),
+            ("segments shuffled", 96, 64, 2),
+        ],
+    ),
+    ids=str,
+)
+def test_interpreted_cotangents_of_heads_with_a_tail(call):
+    kind, size, value_size, key_heads = call
+    check_interpreted(kind, size, value_size, "bfloat16", False, key_heads=key_heads)
+
+
+def check_interpreted(kind, size, value_size, dtype, deterministic, **heads):
     given, options = INTERPRETED[kind](dtype)
     length = given["query"].shape[-3]
-    given |= forward.arrays(**SQUARE | {"length": length, "keys": length}, size=size, dtype=dtype)
+    shapes = SQUARE | {"length": length, "keys": length} | heads
+    given |= forward.arrays(**shapes, size=size, value_size=value_size, dtype=dtype)
     moving, fixed = split(given)
     out, lse = forward.function(options, fixed, "xla")(moving)
     dout, dlse = cotangents_like((out, lse))
@@ -1020,6 +1047,7 @@ def plan_of(length, keys, window, config, batch=(1,), names=()):
         is_deterministic=True,
         is_varying=False,
         size=size,
+        value_size=size,
         config=config,
     )
 

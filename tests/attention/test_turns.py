@@ -50,6 +50,7 @@ def plan_of(length, keys, window, kind, heads, *, deterministic=True, varying=Fa
         is_deterministic=deterministic,
         is_varying=varying,
         size=size,
+        value_size=size,
         config=backward_config(size, size, dtype, passes_both=passes_both)[1],
     )
 

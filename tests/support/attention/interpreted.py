@@ -26,7 +26,7 @@ from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._gpu import emit, schedule, sync, tickets, wgmma
 from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
 from jaxsoftmax.ops.attention import primitive
-from jaxsoftmax.ops.attention.mosaic_sm90 import backward_pipeline, forward_pipeline
+from jaxsoftmax.ops.attention.mosaic_sm90 import backward, backward_pipeline, backward_plan, forward_pipeline, forward_plan
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardTiles
 
 _adding = threading.Lock()
@@ -158,6 +158,12 @@ def _any_above(product, limit, barrier=None):
     return jnp.any(~(product <= limit)).astype(jnp.int32)
 
 
+def _in_one_view(shape, tiled_shape, dtype):
+    """Describes slabs under one name: two would be two arrays to the interpreter."""
+    assert shape == tiled_shape
+    return plgpu.SMEM(shape, dtype)
+
+
 STAND_INS = {
     gpu_callbacks: {"copy_smem_to_gmem": _copy_or_add, "AsyncCopySmemToGmemTask": _task_of_copy}
     | {"wgmma": _multiply_from_registers},
@@ -165,18 +171,23 @@ STAND_INS = {
     wgmma: {"bfloat16_terms": _terms, "band": _band, "load_transposed": _load_transposed, "store_product": _store_product}
     | {"split_pairs": lambda product: product, "scale_rows": lambda product, factors: product * factors[:, None]}
     | {"load_product_rows": _load_product_rows, "load_product_cols": _load_product_cols}
+    | {"join_columns": lambda left, right: jnp.concatenate([left, right], 1)}
     | {"store_product_rows": _store_product_rows, "any_above": _any_above}
     # A row is in one place here, and not in four threads which have a quarter of its sum each.
     | {"sum_in_threads": lambda product: jnp.sum(product, -1) / wgmma.THREADS_OF_ROW}
     | {"sum_over_threads": lambda sums: sums * wgmma.THREADS_OF_ROW},
     mosaic_primitives: {"wgmma_accumulator_store": _store_sum},
     ForwardTiles: {"tile": _tile_with_facts},
-    forward_pipeline: {"tanh": jnp.tanh},
+    forward_plan: {"in_two_views": _in_one_view},
+    forward_pipeline: {"tanh": jnp.tanh, "views_of": lambda slabs: (slabs, slabs)},
     sync: {
         "named_barrier_sync": _named_barrier("sync"),
         "named_barrier_arrive": _named_barrier("arrive"),
     },
-    backward_pipeline: {"_meet": lambda: sync.named_barrier_sync(backward_pipeline._BOTH), "tanh": jnp.tanh},
+    backward_plan: {"in_two_views": _in_one_view},
+    backward_pipeline: {"_meet": lambda: sync.named_barrier_sync(backward_pipeline._BOTH), "tanh": jnp.tanh}
+    | {"views_of": lambda slabs: (slabs, slabs)},
+    backward: {"views_of": lambda slabs: (slabs, slabs)},
     schedule: {"ticket_counter": lambda: None},
     tickets: {"await_count": lambda *_: None, "add_one": lambda *_: None},
 }
@@ -186,10 +197,7 @@ def attention(target, operands, **params):
     """Returns output and log-sum-exp of attention, by the kernel that is planned for a target."""
     plan = _plan(primitive.ATTENTION, target, operands, params)
     object.__setattr__(plan.geometry, "by_ticket", False)
-    # To the interpreter the two views of a slot would be two arrays: it gets one.
-    one, same = mock.patch.object(plgpu, "RefUnion", lambda _, tiled: tiled), lambda slots, name: (slots.memory[name],) * 2
-    with one, mock.patch.object(forward_pipeline.ForwardSlots, "views", same):
-        return _run(plan, operands)
+    return _run(plan, operands)
 
 
 def cotangents(target, operands, **params):

@@ -55,7 +55,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import (
     BiasGradient,
     shape_backward,
 )
-from jaxsoftmax.ops.attention.mosaic_sm90.common import KERNEL, ROWS, lay_out, pad_segments, record, split_terms
+from jaxsoftmax.ops.attention.mosaic_sm90.common import KERNEL, ROWS, lay_out, pad_segments, record, split_terms, views_of
 from jaxsoftmax.ops.attention.operands import (
     INITIAL_D_QUERY,
     OPERANDS,
@@ -184,19 +184,20 @@ def _spans(geometry: BackwardGeometry, operands):
     return geometry.spans(operands, seen)
 
 
-def _whole(geometry: BackwardGeometry, array, sizes):
+def _whole(geometry: BackwardGeometry, array, sizes, size):
     """Returns an operand `[*batch, *sizes]` of the whole batch, with rows and columns as TMA needs them.
 
-    Head sizes are padded to 64, 128 or 256, of keys and values both, and lengths to multiples of 8.
+    Lengths are padded to multiples of 8, and columns to `size`: for operands of products that is 64, 128 or 256, for keys and
+    values both, or their own number if they come in slabs.
     """
     array = jnp.broadcast_to(array, (*geometry.batch, *sizes)).reshape(-1, *sizes)
-    more = -sizes[0] % 8, geometry.size - sizes[2]
+    more = -sizes[0] % 8, size - sizes[2]
     return jnp.pad(array, ((0, 0), (0, more[0]), (0, 0), (0, more[1]))) if any(more) else array
 
 
 def _terms(geometry: BackwardGeometry, name, array, sizes) -> OrderedDict[str, jax.Array]:
     """Returns an operand of products by name, as `_whole` does; of float32, its two terms."""
-    whole = _whole(geometry, array, sizes)
+    whole = _whole(geometry, array, sizes, sizes[2] if geometry.in_slabs else geometry.size)
     if geometry.n_terms == 1:
         return OrderedDict({name: whole})
     return OrderedDict(zip((name, f"{name}_low"), split_terms(whole, geometry.size), strict=True))
@@ -244,7 +245,8 @@ def _written(geometry: BackwardGeometry, operands, d_query) -> OrderedDict[str, 
         d_query = jnp.zeros(shape, jnp.float32)
     elif d_query.shape != shape:  # queries that entries of the batch share: with the first of them
         d_query = lax.pad(d_query, 0.0, [(0, size - part, 0) for size, part in zip(shape, d_query.shape, strict=True)])
-    written = OrderedDict(dq=lax.optimization_barrier(_whole(geometry, d_query, geometry.query)))  # it may be a slice too
+    d_query = _whole(geometry, d_query, geometry.query, geometry.dq_size)
+    written = OrderedDict(dq=lax.optimization_barrier(d_query))  # it may be a slice too
     if geometry.is_deterministic:
         turns = math.prod(geometry.batch) * geometry.query[1] * geometry.blocks_q * geometry.blocks_per_tile
         written["turns"] = jnp.zeros((turns,), jnp.int32)
@@ -296,7 +298,7 @@ def _with_sums(geometry: BackwardGeometry, array, sums):
     """Returns dK or dV with the sums of the heads whose tiles are cut, the last ones of the last entries of the batch."""
     entries, _, heads, _ = array.shape
     shape = max(1, geometry.cut_heads // heads), min(heads, geometry.cut_heads), *sums.shape[1::2]
-    sums = jnp.swapaxes(sums.reshape(shape), 1, 2).astype(array.dtype)
+    sums = jnp.swapaxes(sums.reshape(shape), 1, 2).astype(array.dtype)[..., : array.shape[-1]]
     return lax.dynamic_update_slice(array, sums, (entries - shape[0], 0, heads - shape[1], 0))
 
 
@@ -308,8 +310,10 @@ def _result_types(geometry: BackwardGeometry, is_partial) -> OrderedDict[str, ja
     # Results of float32 are matrices, rows of all heads, as stores from registers take them.
     if is_partial:  # one array, as devices send one
         return OrderedDict(dk_dv=jax.ShapeDtypeStruct((2 * entries * keys, heads * size), jnp.float32))
-    shape = shape if geometry.n_terms == 1 else (entries * keys, heads * size)
-    return OrderedDict.fromkeys(("dk", "dv"), jax.ShapeDtypeStruct(shape, geometry.dtype))
+    if geometry.n_terms > 1:
+        return OrderedDict.fromkeys(("dk", "dv"), jax.ShapeDtypeStruct((entries * keys, heads * size), geometry.dtype))
+    kinds = (jax.ShapeDtypeStruct((*shape[:-1], columns), geometry.dtype) for columns in geometry.result_sizes)
+    return OrderedDict(zip(("dk", "dv"), kinds, strict=True))
 
 
 def _cotangents(geometry: BackwardGeometry, operands, written, results, is_partial) -> dict[str, jax.Array]:
@@ -319,7 +323,7 @@ def _cotangents(geometry: BackwardGeometry, operands, written, results, is_parti
     results = [x.ravel() for x in ([written["dk_dv"]] if geometry.has_single_heads else results.values())]
     results, written = lax.optimization_barrier((results, dict(written)))
     dq, d_bias = written["dq"], written.get("dbias")
-    dk, dv = (x.reshape(_keys_shape(geometry)) for x in (jnp.split(results[0], 2) if len(results) == 1 else results))
+    dk, dv = (x.reshape(*_keys_shape(geometry)[:-1], -1) for x in (jnp.split(results[0], 2) if len(results) == 1 else results))
     if geometry.cut_heads:
         dk, dv = map(functools.partial(_with_sums, geometry), (dk, dv), jnp.split(written["dk_dv"], 2))
     dq = dq if is_partial else geometry.scale * dq
@@ -338,8 +342,9 @@ def _cotangents(geometry: BackwardGeometry, operands, written, results, is_parti
 def _kernel(geometry: BackwardGeometry, records, waves, refs, results, **memory) -> None:
     """Divides the work of a block of threads among its warpgroups."""
     operands = {name: replace(record, ref=refs[name]) for name, record in records.items()}
-    if geometry.stages_results:  # two names of one place
-        memory["sums"], memory["results"] = memory["sums"]
+    if geometry.stages_results:  # names of one place; results in slabs have two
+        memory["sums"], *names = memory["sums"]
+        memory["results"] = names if len(names) > 1 else names[0]
     shared = geometry, refs | results, operands, memory
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     counter = schedule.ticket_counter() if geometry.is_deterministic else None
@@ -411,6 +416,30 @@ class BackwardProducer(BackwardRole):
         for part, slot in zip((name, f"{name}_low"), slots, strict=False):
             plgpu.copy_gmem_to_smem(self.refs[part].at[place], slot, full)
 
+    def _copy_rows(self, name, slot, place, stage, full):
+        """Copies rows of an operand, at `place`, to a stage of its slots."""
+        if self.geometry.in_slabs:
+            self._copy_slabs(name, slot, place, stage, full)
+        else:
+            self.copy_terms(name, place, self.terms(slot, stage), full)
+
+    def _copy_slabs(self, name, slot, place, stage, full, count=None):
+        """Copies rows of an operand in slabs of columns: `count` equal ones, or as many as its products have, and the tail."""
+        which = 0 if slot in "qk" else 1
+        slabs, tail = self.geometry.slabs[which], self.geometry.tails[which]
+        slots, source = views_of(self.memory[slot])[0], self.refs[name]
+
+        @pl.loop(0, slabs if count is None else count)  # not written out: a slab behind the last column must not be known
+        def _(i):
+            plgpu.copy_gmem_to_smem(source.at[(*place, pl.ds(i * ROWS, ROWS))], slots.at[stage, i], full)
+
+        if tail:
+            slots_of_tail = views_of(self.memory[f"{slot}_tail"])[0]
+
+            @pl.loop(slabs, slabs + 1)
+            def _(i):
+                plgpu.copy_gmem_to_smem(source.at[(*place, pl.ds(i * ROWS, tail))], slots_of_tail.at[stage, 0], full)
+
     def _copy_bias(self, tile, first, i):
         """Copies the bias of step `i` of a tile, whose keys are from `first` on."""
         bias, staged = self.operands["bias"], self.memory["bias"]
@@ -425,8 +454,14 @@ class BackwardProducer(BackwardRole):
     def _copy_keys_and_values(self, tile, first):
         """Copies keys and values of a tile, from key `first` on."""
         refs, memory, geometry = self.refs, self.memory, self.geometry
-        halves, width = memory["k"].shape[1], geometry.part_size
+        halves, width = geometry.block_kv // ROWS, geometry.part_size
         plgpu.barrier_wait(memory["kv_empty"])
+        if geometry.in_slabs:
+            for half in range(halves):
+                place = tile.b, pl.ds(first + half * ROWS, ROWS), tile.head
+                self._copy_slabs("key", "k", place, half, memory["k_full"], geometry.parts[1])
+                self._copy_slabs("value", "v", place, half, memory["v_full"])
+            return
         for half in range(halves):
             rows = pl.ds(first + half * ROWS, ROWS)
             for part in range(geometry.parts[1]):
@@ -449,7 +484,7 @@ class BackwardProducer(BackwardRole):
         rows, (stage, _) = pl.ds(block * size, size), self.stages(steps + i)
         full = memory["q_full"].at[stage]
         plgpu.barrier_wait(memory["q_empty"].at[stage])
-        self.copy_terms("query", (tile.b, rows, head), self.terms("q", stage), full)
+        self._copy_rows("query", "q", (tile.b, rows, head), stage, full)
         plgpu.copy_gmem_to_smem(refs["lse"].at[tile.b, head, rows], self.line("q_lse", stage), full)
         if self.geometry.stages_segments:
             ids = self.operands["query_segments"]
@@ -461,7 +496,7 @@ class BackwardProducer(BackwardRole):
         head, block = self.head_and_block(tile, i)
         rows, (_, stage) = pl.ds(block * size, size), self.stages(steps + i)
         plgpu.barrier_wait(memory["do_empty"].at[stage])
-        self.copy_terms("d_out", (tile.b, rows, head), self.terms("do", stage), memory["do_full"].at[stage])
+        self._copy_rows("d_out", "do", (tile.b, rows, head), stage, memory["do_full"].at[stage])
         line, full = self.line("do_delta", stage), memory["delta_full"].at[stage]
         plgpu.copy_gmem_to_smem(refs["delta"].at[tile.b, head, rows], line, full)
 

@@ -77,6 +77,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     in_one_segment,
     pair_terms,
     tanh,
+    views_of,
 )
 
 # Named barriers. Mosaic GPU uses those before: a test holds it to that.
@@ -213,6 +214,18 @@ class BackwardRole:
         """Lists the terms of an operand in shared memory, the high one first; one of 16 bits is one term."""
         return [self.memory[name].at[(term, *place)] for term in range(self.geometry.n_terms)]
 
+    def slabs(self, name, place) -> list[list[Any]]:
+        """Lists the slabs of columns of an operand in shared memory, each as the list of its terms."""
+        if not self.geometry.in_slabs:
+            return [self.terms(name, place)]
+        tail, count = self.memory.get(f"{name}_tail"), self.geometry.slabs[0 if name in "qk" else 1]
+        slabs = [[views_of(self.memory[name])[1].at[place, i]] for i in range(count)]
+        return slabs if tail is None else [*slabs, [views_of(tail)[1].at[place, 0]]]
+
+    def part_of_keys(self, half, part) -> list[Any]:
+        """Lists the terms of the keys that a part of the columns of dQ is multiplied with."""
+        return [views_of(self.memory["k"])[1].at[half, part]] if self.geometry.in_slabs else self.terms("k", half, part)
+
     def stages(self, step):
         """Returns the stages of queries and of output cotangents of a step."""
         return tuple([lax.rem(step, jnp.int32(count)) for count in self.geometry.config.stages])
@@ -251,8 +264,13 @@ class BackwardRole:
         staged, (slab, part) = self.memory["sums"].at[consumer], self.part_of_dq(consumer)
         width = staged.shape[1]
         rows = pl.ds(block * self.geometry.config.block_q + slab * ROWS, ROWS)
-        columns = pl.ds(part * self.geometry.part_size + piece * width, width)
-        plgpu.copy_smem_to_gmem(staged, self.refs["dq"].at[b, rows, head, columns], reduction_op="add")
+        start = part * self.geometry.part_size + piece * width
+        if self.geometry.in_slabs:
+            if start >= self.geometry.dq_size:
+                return
+            # TMA clips columns behind the last one, which must not be known while tracing.
+            start = (part + hidden_zero(block, 0)) * width
+        plgpu.copy_smem_to_gmem(staged, self.refs["dq"].at[b, rows, head, pl.ds(start, width)], reduction_op="add")
 
 
 class BackwardScores:
@@ -437,12 +455,21 @@ class BackwardConsumer(BackwardRole):
 
         def add_up(*sums):
             pl.when(total > 0)(lambda: visit_all(sums))
-            self._store(tile, scores.kept_factor, **{name: acc[...] for name, acc in zip(self.SUMS, sums, strict=True)})
+            results = {name: self._whole(acc[...]) for name, acc in zip(self.SUMS, sums, strict=True)}
+            self._store(tile, scores.kept_factor, **results)
             return total
 
         plgpu.barrier_wait(self.memory["k_full"])
         plgpu.barrier_wait(self.memory["v_full"])
-        return steps + pl.run_scoped(add_up, *(plgpu.ACC((ROWS, geometry.size), jnp.float32) for _ in self.SUMS))
+        columns = dict(zip(("dk", "dv"), geometry.columns, strict=True))
+        return steps + pl.run_scoped(add_up, *(plgpu.ACC((ROWS, columns[name]), jnp.float32) for name in self.SUMS))
+
+    def _whole(self, total):
+        """Returns a sum of products with 0 in the columns behind the last slab."""
+        missing = self.geometry.size - total.shape[1]
+        if not missing:
+            return total
+        return wgmma.join_columns(total, plgpu.layout_cast(jnp.zeros((ROWS, missing), jnp.float32), LAYOUT))
 
     def bias(self) -> jax.Array:
         """Loads the bias of a step from shared memory."""
@@ -467,8 +494,32 @@ class BackwardConsumer(BackwardRole):
             plgpu.wgmma(acc, *pair)
         return len(pairs)
 
+    def multiply_slabs(self, acc, left, right) -> int:
+        """Starts to add the product of two operands, listed as slabs of the columns that they share, to `acc`.
+
+        Returns the number of products it starts. The right operand is transposed.
+        """
+        return sum(self.multiply(acc, a, [term.T for term in b]) for a, b in zip(left, right, strict=True))
+
+    def multiply_columns(self, acc, left, right) -> int:
+        """Starts to add the product of two operands to `acc`, the right one listed as slabs of columns.
+
+        Returns the number of products it starts.
+        """
+        if len(right) == 1:
+            return self.multiply(acc, left, right[0])
+        count = column = 0
+        for slab in right:
+            width = slab[0].shape[1]
+            count += self.multiply(acc.at[:, column : column + width], left, slab)
+            column += width
+        return count
+
     def multiply_keys(self, s_acc, half, current) -> None:
         """Starts S' += K Q'."""
+        if self.geometry.in_slabs:
+            self.multiply_slabs(s_acc, self.slabs("k", half), self.slabs("q", current.stage))
+            return
         width, terms = self.geometry.part_size, self.terms("q", current.stage)
         for part in range(self.geometry.parts[1]):
             columns = slice(part * width, (part + 1) * width)
@@ -492,7 +543,7 @@ class BackwardConsumer(BackwardRole):
         is_transposed = self.geometry.bias_gradient is BiasGradient.STORED  # queries are rows
         for half in halves:
             terms = self.ds_terms(step, half, slab)
-            keys = self.terms("k", half + hidden_zero(step, 2), part)
+            keys = self.part_of_keys(half + hidden_zero(step, 2), part)
             count += self.multiply(dq_acc, [ds if is_transposed else ds.T for ds in terms], keys)
         if self.geometry.is_paired:
             sync.await_peer(self.barriers, step)
@@ -646,7 +697,8 @@ class BackwardConsumer(BackwardRole):
     def _store_staged(self, tile, **results):
         """Stores dV and dK in 16 bits by way of the place of dQ, in tiles of 64 columns."""
         plgpu.barrier_arrive(self.memory["kv_empty"])
-        tiles, rows = self.memory["results"].at[self.index], pl.ds(self.first_key(tile, self.index), ROWS)
+        untiled, tiles = self._results()
+        rows = pl.ds(self.first_key(tile, self.index), ROWS)
         pieces = list(itertools.product(results, range(0, self.geometry.size, ROWS)))
         for first in range(0, len(pieces), tiles.shape[0]):
             self.await_staged()
@@ -655,8 +707,15 @@ class BackwardConsumer(BackwardRole):
                 tiles[i] = results[name][:, column : column + ROWS].astype(self.geometry.dtype)
             plgpu.commit_smem()
             for i, (name, column) in staged:
+                if self.geometry.in_slabs:  # a slab behind the last column must not be known while tracing
+                    column = column + hidden_zero(tile.block, 0)
                 place = tile.b, rows, tile.head, pl.ds(column, ROWS)
-                plgpu.copy_smem_to_gmem(tiles.at[i], self.refs[name].at[place])
+                plgpu.copy_smem_to_gmem(untiled.at[i], self.refs[name].at[place])
+
+    def _results(self):
+        """Returns the consumer's places of results under both names: as TMA copies them, and in tiles."""
+        results = self.memory["results"]
+        return [view.at[self.index] for view in (views_of(results) if self.geometry.in_slabs else (results, results))]
 
     def _add_to_keys(self, tile, kept_factor, dv, dk):
         """Adds dV and dK of a query head, or of a slice of a tile, to those of others, in float32.
@@ -711,7 +770,7 @@ class HalfConsumer(BackwardConsumer):
         self.share(self.index, ds, scores.tile, current)
 
         def multiply(dq_acc):
-            of_dk = self.multiply(dk_acc, ds, self.terms("q", current.stage))
+            of_dk = self.multiply_columns(dk_acc, ds, self.slabs("q", current.stage))
             others = self.multiply_derivatives(dq_acc, current.index - 1)
             plgpu.wgmma_wait(others + of_dk)
             plgpu.barrier_arrive(memory["do_empty"].at[current.stage_do])
@@ -725,7 +784,7 @@ class HalfConsumer(BackwardConsumer):
 
     def _derive(self, scores, current, dv_acc, s_acc, dp_acc):
         """Returns the derivatives of the scores, listed as terms, and starts dV += P' dO."""
-        geometry, memory, do = self.geometry, self.memory, self.terms("do", current.stage_do)
+        geometry, memory, do = self.geometry, self.memory, self.slabs("do", current.stage_do)
         plgpu.barrier_wait(memory["q_full"].at[current.stage])
         if geometry.is_seeded:
             s_acc[...] = self._seed("q_lse", current.stage, scores.shape)
@@ -736,15 +795,14 @@ class HalfConsumer(BackwardConsumer):
         self.multiply_keys(s_acc, self.index + hidden_zero(current.index, 0), current)
         if not geometry.seeds_delta:
             plgpu.barrier_wait(memory["do_full"].at[current.stage_do])
-        values = self.terms("v", self.index + hidden_zero(current.index, 1))
-        others = self.multiply(dp_acc, values, [term.T for term in do])
+        others = self.multiply_slabs(dp_acc, self.slabs("v", self.index + hidden_zero(current.index, 1)), do)
         loaded = scores.load(current)
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=others)
         lse = None if geometry.is_seeded else plgpu.load(self.line("q_lse", current.stage))
         p, slope = scores.weights(s, lse, loaded, current)
         kept = scores.kept(current)
         p, rounded = lax.optimization_barrier((p, self.rounded(where_kept(kept, p))))
-        others = self.multiply(dv_acc, rounded, do)
+        others = self.multiply_columns(dv_acc, rounded, do)
         self.free_bias()
         # Always true. With a branch between the weights and the other product ptxas does not compute them after it.
         if geometry.is_empty_early and not current.is_first:

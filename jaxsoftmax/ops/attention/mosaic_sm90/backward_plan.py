@@ -16,7 +16,17 @@ from jax.experimental import pallas as pl
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu import schedule
 from jaxsoftmax.ops.attention import key_blocks
-from jaxsoftmax.ops.attention.mosaic_sm90.common import HOST, KERNEL, LOG2E, ROWS, Arithmetic, AttentionGeometry, shapes_of
+from jaxsoftmax.ops.attention.mosaic_sm90.common import (
+    HOST,
+    KERNEL,
+    LOG2E,
+    ROWS,
+    Arithmetic,
+    AttentionGeometry,
+    in_two_views,
+    shapes_of,
+    tail_of,
+)
 
 SIZES = (64, 128, 256)  # head sizes on chip
 CONSUMERS = 2  # consumer warpgroups
@@ -125,6 +135,7 @@ class BackwardGeometry(AttentionGeometry):
 
     config: BackwardConfig
     size: int  # head size on chip
+    value_size: int
     bias_gradient: BiasGradient
     # Results have the same bits in every run: blocks of keys add to dQ in the order of turns, and no tiles add dK and dV.
     is_deterministic: bool
@@ -145,6 +156,11 @@ class BackwardGeometry(AttentionGeometry):
     tiles_of_head: int = field(init=False)  # tiles of a key head, or of each query head if a tile has one
     parts: tuple[int, int] = field(init=False)  # parts of dQ's rows and of its columns that the consumers share
     part_size: int = field(init=False)  # columns of dQ that a consumer makes
+    # True if queries and keys, or values and output cotangents, have a tail: see `tail_of`. All come in slabs of 64 columns and
+    # tails then, which TMA clips at the last column. Else XLA pads them to `size`.
+    in_slabs: bool = field(init=False)
+    slabs: tuple[int, int] = field(init=False)  # of queries and keys, and of values and output cotangents; tails do not count
+    tails: tuple[int, int] = field(init=False)  # columns of the tails, or 0
     is_ragged: bool = field(init=False)  # the last block of keys has rows behind the last key
     # True if the sums of products start with what is subtracted from them, because nothing comes between: the sum of S' with
     # `-lse / scale`, the sum of dP' with `-delta`. Neither is in registers then, and one operation for each score is less.
@@ -166,6 +182,12 @@ class BackwardGeometry(AttentionGeometry):
         seeds_delta = not config.roles and "seeds" not in self.names
         is_plain = self.soft_cap is None and "bias" not in self.names
         passes_both = config.roles and self.bias_gradient is not BiasGradient.NONE and self.soft_cap is not None
+        tails, slabs = (tail_of(self.query[2]), tail_of(self.value_size)), (1, 1)
+        in_slabs = any(tails) and self.n_terms == 1 and not config.roles and not self.is_deterministic
+        if in_slabs:
+            slabs = pl.cdiv(self.query[2] - tails[0], ROWS), pl.cdiv(self.value_size - tails[1], ROWS)
+        else:
+            tails = 0, 0
         self._derive(
             lengths=(length, keys),
             heads_per_key_head=heads // key_heads,
@@ -176,6 +198,9 @@ class BackwardGeometry(AttentionGeometry):
             tiles_of_head=(tiles_of_head := pl.cdiv(blocks_kv, blocks_per_tile)),
             parts=parts,
             part_size=self.size // parts[1],
+            in_slabs=in_slabs,
+            slabs=slabs,
+            tails=tails,
             is_ragged=keys % (blocks_per_tile * block_kv) != 0,
             is_seeded=is_plain and seeds_delta and self.scale > _LEAST_SEEDED,
             seeds_delta=seeds_delta,
@@ -254,6 +279,7 @@ class BackwardGeometry(AttentionGeometry):
             f"{config.stages[1]} of output cotangents",
             f"{CONSUMERS} consumer warpgroups, {work}",
         ]
+        parts += ["{} and {} columns".format(*self.columns)] if self.in_slabs else []
         parts += ["operands split before"] if self.n_terms > 1 else []
         parts += ["two blocks of threads share a tile"] if self.is_paired else []
         parts += ["single query heads, which add dK and dV"] if self.has_single_heads else []
@@ -263,6 +289,23 @@ class BackwardGeometry(AttentionGeometry):
         parts += ["bias copied by TMA"] if config.stages_bias else []
         parts += [] if self.bias_gradient is BiasGradient.NONE else [self.bias_gradient.value]
         return ", ".join(parts)
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Numbers of columns of the products dK and dV."""
+        if not self.in_slabs:
+            return self.size, self.size
+        return ROWS * self.slabs[0] + self.tails[0], ROWS * self.slabs[1] + self.tails[1]
+
+    @property
+    def result_sizes(self) -> tuple[int, int]:
+        """Numbers of columns of dK and dV in global memory if they have 16 bits: TMA clips what comes in slabs."""
+        return (self.query[2], self.value_size) if self.in_slabs else (self.size, self.size)
+
+    @property
+    def dq_size(self) -> int:
+        """Number of columns of dQ in global memory, where float32 comes in tiles of 32."""
+        return ROWS * self.slabs[0] + 32 * (self.tails[0] > 0) if self.in_slabs else self.size
 
     def span(self, block: Any, arithmetic: Arithmetic, lengths: Any = None, offset: Any = 0) -> tuple[Any, Any, Any, Any]:
         """Returns the blocks of queries that window and lengths let see a block of keys.
@@ -447,26 +490,52 @@ class BackwardGeometry(AttentionGeometry):
         memory |= {name: plgpu.SMEM((count, config.block_q), jnp.float32) for name, count in lines.items()}
         if self.stages_segments:
             memory["q_segments"] = plgpu.SMEM((stages, config.block_q), jnp.int32)
+        if self.in_slabs:
+            memory |= self._slabs_and_tails(halves)
+        else:
+            memory |= {
+                "k": self._tiles(terms, halves, self.parts[1], ROWS, self.part_size),
+                "v": self._tiles(terms, halves, ROWS, size),
+                "q": self._tiles(terms, stages, config.block_q, size),
+                "do": self._tiles(terms, stages_do, config.block_q, size),
+            }
+        copies = halves * (terms * self.parts[1] + (self.tails[0] > 0)), terms * halves * self.count_slabs("v")
         return memory | {
-            "k": self._tiles(terms, halves, self.parts[1], ROWS, self.part_size),
-            "v": self._tiles(terms, halves, ROWS, size),
-            "q": self._tiles(terms, stages, config.block_q, size),
-            "do": self._tiles(terms, stages_do, config.block_q, size),
             # What blocks of threads send each other lies together, so that terms come later.
             "ds": self._tiles(DS_STAGES, self.blocks_per_tile * halves, terms, config.block_q // ROWS, ROWS, ROWS),
             # In tiles of 64 columns where a bias has a derivative, which goes through it too.
             "sums": self._place_of_sums(self.part_size // config.pieces),
-            "k_full": plgpu.Barrier(num_arrivals=terms * halves * self.parts[1] + CONSUMERS * self.is_paired),
-            "v_full": plgpu.Barrier(num_arrivals=terms * halves),
+            "k_full": plgpu.Barrier(num_arrivals=copies[0] + CONSUMERS * self.is_paired),
+            "v_full": plgpu.Barrier(num_arrivals=copies[1]),
             "kv_empty": plgpu.Barrier(num_arrivals=CONSUMERS),
             **({} if config.separate_dq else {"step_done": step_done}),
             **self._bias_stage(halves),
-            "q_full": plgpu.Barrier(num_arrivals=terms + 1 + self.stages_segments, num_barriers=stages),
-            "do_full": plgpu.Barrier(num_arrivals=terms, num_barriers=stages_do),
+            "q_full": plgpu.Barrier(num_arrivals=terms * self.count_slabs("q") + 1 + self.stages_segments, num_barriers=stages),
+            "do_full": plgpu.Barrier(num_arrivals=terms * self.count_slabs("do"), num_barriers=stages_do),
             "delta_full": plgpu.Barrier(num_barriers=stages_do),
             "q_empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
             "do_empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages_do),
         }
+
+    def count_slabs(self, name: str) -> int:
+        """Counts the slabs of columns of queries "q", keys "k", values "v" or output cotangents "do", with a tail."""
+        which = 0 if name in "qk" else 1
+        return self.slabs[which] + (self.tails[which] > 0)
+
+    def _slabs_and_tails(self, halves: int) -> dict[str, Any]:
+        """Describes operands in slabs of columns. Keys have all parts that dQ has, with 0 behind the last column."""
+        (stages, stages_do), (slabs, value_slabs), memory = self.config.stages, self.slabs, {}
+        rows = self.config.block_q
+        places = {"k": (halves, self.parts[1], ROWS), "v": (halves, value_slabs, ROWS)}
+        places |= {"q": (stages, slabs, rows), "do": (stages_do, value_slabs, rows)}
+        for name, place in places.items():
+            memory[name] = self._in_two_views(*place, ROWS)
+            if tail := self.tails[0 if name in "qk" else 1]:
+                memory[f"{name}_tail"] = self._in_two_views(place[0], 1, place[2], tail)
+        return memory
+
+    def _in_two_views(self, *shape: int):
+        return in_two_views(shape, shape, self.dtype)
 
     def _place_of_sums(self, width: int):
         """Describes the place from where consumers add dQ to global memory, `width` columns at a time, and store results."""
@@ -475,7 +544,9 @@ class BackwardGeometry(AttentionGeometry):
             return sums
         # One consumer may store results while the other one still adds dQ, so that both names must have the same bytes of each
         # consumer. JAX puts each array of a union at its start, and a test holds these arrays to the same size.
-        return plgpu.RefUnion(sums, self._tiles(CONSUMERS, 2 * width // ROWS, ROWS, ROWS))
+        shape = CONSUMERS, 2 * width // ROWS, ROWS, ROWS
+        results = self._in_two_views(*shape) if self.in_slabs else self._tiles(*shape)
+        return plgpu.RefUnion(sums, *getattr(results, "refs", [results]))  # JAX does not take apart a union in a union
 
     def _bias_stage(self, halves: int) -> dict[str, Any]:
         """Describes the place for the bias of a step: queries are rows, as in global memory."""
@@ -544,6 +615,7 @@ def shape_backward(
         **shapes | {"names": frozenset(types) - {"sinks"}},
         **options,
         size=size,
+        value_size=value_size,
         bias_gradient=bias_gradient,
         is_deterministic=is_deterministic,
         is_varying=has_limits or ("mask" in types and key_blocks.is_shared(types["mask"])),

@@ -114,6 +114,34 @@ def lay_out(
     return arrays, records
 
 
+def tail_of(size: int) -> int:
+    """Returns the columns of a head size's last slab if it is narrower than `SWIZZLED`, or 0 if all slabs are as wide.
+
+    A tail has 16 or 32 columns, as products take them with a swizzle of 32 or 64 bytes.
+    """
+    rest = size % SWIZZLED
+    if size < SWIZZLED or not 0 < rest <= 32:
+        return 0
+    return 16 if rest <= 16 else 32
+
+
+def in_two_views(shape: tuple[int, ...], tiled_shape: tuple[int, ...], dtype: Any) -> Any:
+    """Describes slabs of columns in shared memory under two names, which have the same bytes.
+
+    TMA copies a slab without tiles, which clips it at any row and column. The tensor cores read tiles.
+    """
+    columns = shape[-1]
+    swizzle = plgpu.SwizzleTransform(columns * jnp.dtype(dtype).itemsize)
+    tiled = plgpu.SMEM(tiled_shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), swizzle))
+    return plgpu.RefUnion(plgpu.SMEM(shape, dtype, transforms=(swizzle,)), tiled)
+
+
+def views_of(slabs: Any) -> tuple[Any, Any]:
+    """Returns both names of slabs: as TMA copies them, and as the tensor cores read them."""
+    untiled, tiled = slabs
+    return untiled, tiled
+
+
 def pad_segments(segments: jax.Array) -> jax.Array:
     """Pads segment ids, int32 `[*batch, length]`, to lines `[entries, multiple of 4]`: TMA takes multiples of 16 bytes."""
     lines = segments.reshape(-1, segments.shape[-1])

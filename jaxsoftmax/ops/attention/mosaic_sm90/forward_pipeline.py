@@ -39,6 +39,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     hidden_zero,
     in_one_segment,
     tanh,
+    views_of,
 )
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import Correction, ForwardGeometry, ForwardTile, ForwardTiles
 
@@ -96,13 +97,8 @@ class ForwardSlots:
         if not self.geometry.is_ragged:
             return [memory.at[slot]] if count == 1 else [memory.at[slot, i] for i in range(count)]
         has_tail = f"{letter}_tail" in self.memory
-        slabs = [self.views(letter)[1].at[slot, i] for i in range(count - has_tail)]
-        return [*slabs, self.views(f"{letter}_tail")[1].at[slot, 0]] if has_tail else slabs
-
-    def views(self, name) -> tuple[Any, Any]:
-        """Returns slots whose slabs TMA copies one by one, without tiles and in tiles: the same bytes."""
-        untiled, tiled = self.memory[name]
-        return untiled, tiled
+        slabs = [views_of(memory)[1].at[slot, i] for i in range(count - has_tail)]
+        return [*slabs, views_of(self.memory[f"{letter}_tail"])[1].at[slot, 0]] if has_tail else slabs
 
     def copy_slabs(self, letter, slot, slabs: range, copy, column=0) -> None:
         """Does `copy(columns, slab)` for some of the slabs of a slot, as TMA takes them. Slab 0 starts at `column`."""
@@ -112,7 +108,7 @@ class ForwardSlots:
                     copy(pl.ds(column, slab.shape[1]), slab)
                 column += slab.shape[1]
             return
-        has_tail, untiled = f"{letter}_tail" in self.memory, self.views(letter)[0]
+        has_tail, untiled = f"{letter}_tail" in self.memory, views_of(self.memory[letter])[0]
         stop = slabs.stop - has_tail
 
         @pl.loop(slabs.start, stop)  # not written out: a slab behind the last column must not be known while tracing
@@ -120,7 +116,7 @@ class ForwardSlots:
             copy(pl.ds(column + i * SWIZZLED, SWIZZLED), untiled.at[slot, i])
 
         if has_tail:
-            tail = self.views(f"{letter}_tail")[0]
+            tail = views_of(self.memory[f"{letter}_tail"])[0]
             pl.loop(stop, stop + 1)(lambda i: copy(pl.ds(column + i * SWIZZLED, tail.shape[-1]), tail.at[slot, 0]))
 
     def take_queries(self, consumer: "ForwardConsumer", tile: ForwardTile, first) -> list[Any]:

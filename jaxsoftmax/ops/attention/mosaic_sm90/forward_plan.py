@@ -25,7 +25,9 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     Arithmetic,
     AttentionGeometry,
     GlobalOperand,
+    in_two_views,
     shapes_of,
+    tail_of,
 )
 
 # Number of int32 that each operand tells of a tile. With any of them only operands decide how long a tile takes, so blocks take
@@ -248,17 +250,6 @@ def halves(size: int) -> int:
     return 2 if size > WIDEST else 1
 
 
-def tail_of(size: int) -> int:
-    """Returns the columns of a head size's last slab if it is narrower than `SWIZZLED`, or 0 if all slabs are as wide.
-
-    A tail has 16 or 32 columns, as products take them with a swizzle of 32 or 64 bytes.
-    """
-    rest = size % SWIZZLED
-    if size < SWIZZLED or not 0 < rest <= 32:
-        return 0
-    return 16 if rest <= 16 else 32
-
-
 def sizes_on_chip(head_size: int, value_size: int) -> tuple[int, int]:
     """Returns the columns of keys, and those of the values of a tile, in shared memory if no slab has a tail."""
     return padded(head_size), padded(value_size) // halves(value_size)
@@ -476,26 +467,22 @@ class ForwardGeometry(AttentionGeometry):
         tail, size = self.tails[which], self.sizes[which] - self.tails[which]
         memory = {letter: self._slots(n_stages, rows, size, self.slabs[which], **options)}
         if tail:
-            memory[f"{letter}_tail"] = self._slots(n_stages, rows, tail, 1, **options, swizzled=tail)
+            memory[f"{letter}_tail"] = self._slots(n_stages, rows, tail, 1, **options)
         return memory
 
-    def _slots(self, n_stages, rows, size, slabs, dtype=None, box=None, terms=2, swizzled=SWIZZLED):
-        """Describes slots of one operand, in tiles of `swizzled` columns as the tensor cores read them."""
-        dtype, tiling = dtype or self.dtype, plgpu.TilingTransform((8, swizzled))
+    def _slots(self, n_stages, rows, size, slabs, dtype=None, box=None, terms=2):
+        """Describes slots of one operand, in tiles as the tensor cores read them."""
+        dtype, tiling = dtype or self.dtype, plgpu.TilingTransform((8, SWIZZLED))
         if self.config.has_terms:
             transforms = tiling, plgpu.SwizzleTransform(2 * SWIZZLED)
             return plgpu.SMEM((n_stages, terms, rows, size), jnp.bfloat16, transforms=transforms)
-        swizzle = plgpu.SwizzleTransform(swizzled * jnp.dtype(dtype).itemsize)
         if not self.is_ragged:
             shape = (n_stages, rows, size) if slabs == 1 else (n_stages, slabs, rows, size // slabs)
-            return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
-        # A slab has the same bytes with tiles and without, so it has two names: TMA copies it without tiles,
-        # which clips it at any row and column, and the tensor cores read tiles.
-        shape = (n_stages, slabs, rows, size // slabs)
-        whole = plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
+            return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(SWIZZLED * jnp.dtype(dtype).itemsize)))
+        shape = tiled = (n_stages, slabs, rows, size // slabs)
         if box is not None:
             shape = (n_stages, slabs, rows // box, box, size // slabs)
-        return plgpu.RefUnion(plgpu.SMEM(shape, dtype, transforms=(swizzle,)), whole)
+        return in_two_views(shape, tiled, dtype)
 
 
 def shape_forward(types: Mapping[str, Any], target: Target, **options: Any) -> ForwardGeometry:
