@@ -526,6 +526,30 @@ def test_interpreted_cotangents_of_heads_with_a_tail(call):
     check_interpreted(kind, size, value_size, "bfloat16", False, key_heads=key_heads)
 
 
+UNEQUAL = [
+    (kind, *sizes, "bfloat16", deterministic)
+    for kind, deterministic in itertools.product(("bias", "bias, soft cap"), (False, True))
+    for sizes in [(192, 192), (192, 128), (64, 160), (144, 256)]
+]
+UNEQUAL += [(kind, *sizes, "float32", False) for kind in INTERPRETED for sizes in [(64, 128), (128, 40), (96, 32)]]
+
+
+@pytest.mark.parametrize(
+    "call",
+    quick(
+        UNEQUAL,
+        [
+            ("bias", 192, 128, "bfloat16", False),
+            ("bias, soft cap", 64, 160, "bfloat16", True),
+            ("causal", 64, 128, "float32", False),
+        ],
+    ),
+    ids=str,
+)
+def test_interpreted_cotangents_of_other_sizes_than_those_of_configurations(call):
+    check_interpreted(*call)
+
+
 def check_interpreted(kind, size, value_size, dtype, deterministic, **heads):
     given, options = INTERPRETED[kind](dtype)
     length = given["query"].shape[-3]

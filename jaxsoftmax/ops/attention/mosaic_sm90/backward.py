@@ -55,7 +55,16 @@ from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import (
     BiasGradient,
     shape_backward,
 )
-from jaxsoftmax.ops.attention.mosaic_sm90.common import KERNEL, ROWS, lay_out, pad_segments, record, split_terms, views_of
+from jaxsoftmax.ops.attention.mosaic_sm90.common import (
+    KERNEL,
+    ROWS,
+    hidden_zero,
+    lay_out,
+    pad_segments,
+    record,
+    split_terms,
+    views_of,
+)
 from jaxsoftmax.ops.attention.operands import (
     INITIAL_D_QUERY,
     OPERANDS,
@@ -187,20 +196,19 @@ def _spans(geometry: BackwardGeometry, operands):
 def _whole(geometry: BackwardGeometry, array, sizes, size):
     """Returns an operand `[*batch, *sizes]` of the whole batch, with rows and columns as TMA needs them.
 
-    Lengths are padded to multiples of 8, and columns to `size`: for operands of products that is 64, 128 or 256, for keys and
-    values both, or their own number if they come in slabs.
+    Lengths are padded to multiples of 8, and columns to `size`.
     """
     array = jnp.broadcast_to(array, (*geometry.batch, *sizes)).reshape(-1, *sizes)
     more = -sizes[0] % 8, size - sizes[2]
     return jnp.pad(array, ((0, 0), (0, more[0]), (0, 0), (0, more[1]))) if any(more) else array
 
 
-def _terms(geometry: BackwardGeometry, name, array, sizes) -> OrderedDict[str, jax.Array]:
+def _terms(geometry: BackwardGeometry, name, array, sizes, size) -> OrderedDict[str, jax.Array]:
     """Returns an operand of products by name, as `_whole` does; of float32, its two terms."""
-    whole = _whole(geometry, array, sizes, sizes[2] if geometry.in_slabs else geometry.size)
+    whole = _whole(geometry, array, sizes, size)
     if geometry.n_terms == 1:
         return OrderedDict({name: whole})
-    return OrderedDict(zip((name, f"{name}_low"), split_terms(whole, geometry.size), strict=True))
+    return OrderedDict(zip((name, f"{name}_low"), split_terms(whole, size), strict=True))
 
 
 def _in_tiles(matrices):
@@ -213,6 +221,7 @@ def _lay_out(geometry: BackwardGeometry, operands, lse, delta, d_out):
     """Reshapes operands as the kernel addresses them. Rows behind the last are 0: their weights are 1, their products 0."""
     (length, heads, _), (keys, key_heads, _) = geometry.query, geometry.key
     value_size, padding = operands["value"].shape[-1], -length % geometry.config.block_q
+    size, size_of_values = geometry.global_columns
     main = ("query", "key", "value")
     extras, records = lay_out(geometry.batch, {name: array for name, array in operands.items() if name not in main})
 
@@ -227,10 +236,10 @@ def _lay_out(geometry: BackwardGeometry, operands, lse, delta, d_out):
         return jnp.pad(array, [(0, 0), (0, 0), (0, padding)])
 
     refs = OrderedDict(
-        **_terms(geometry, "query", operands["query"], geometry.query),
-        **_terms(geometry, "key", operands["key"], geometry.key),
-        **_terms(geometry, "value", operands["value"], (keys, key_heads, value_size)),
-        **_terms(geometry, "d_out", d_out, (length, heads, value_size)),
+        **_terms(geometry, "query", operands["query"], geometry.query, size),
+        **_terms(geometry, "key", operands["key"], geometry.key, size),
+        **_terms(geometry, "value", operands["value"], (keys, key_heads, value_size), size_of_values),
+        **_terms(geometry, "d_out", d_out, (length, heads, value_size), size_of_values),
         lse=line(lse),
         delta=line(delta),
         **extras,
@@ -283,7 +292,7 @@ def _initial_d_bias(geometry: BackwardGeometry, sums: tuple[int, ...]) -> jax.Ar
 
 
 def _keys_shape(geometry: BackwardGeometry) -> tuple[int, ...]:
-    """Returns the shape of dK and of dV, with rows and columns as TMA needs them."""
+    """Returns the shape of sums of dK or of dV, with rows and columns as TMA needs them."""
     keys, key_heads, _ = geometry.key
     return math.prod(geometry.batch), keys + -keys % 8, key_heads, geometry.size
 
@@ -312,7 +321,7 @@ def _result_types(geometry: BackwardGeometry, is_partial) -> OrderedDict[str, ja
         return OrderedDict(dk_dv=jax.ShapeDtypeStruct((2 * entries * keys, heads * size), jnp.float32))
     if geometry.n_terms > 1:
         return OrderedDict.fromkeys(("dk", "dv"), jax.ShapeDtypeStruct((entries * keys, heads * size), geometry.dtype))
-    kinds = (jax.ShapeDtypeStruct((*shape[:-1], columns), geometry.dtype) for columns in geometry.result_sizes)
+    kinds = (jax.ShapeDtypeStruct((*shape[:-1], columns), geometry.dtype) for columns in geometry.global_columns)
     return OrderedDict(zip(("dk", "dv"), kinds, strict=True))
 
 
@@ -465,7 +474,9 @@ class BackwardProducer(BackwardRole):
         for half in range(halves):
             rows = pl.ds(first + half * ROWS, ROWS)
             for part in range(geometry.parts[1]):
-                columns = pl.ds(part * width, width)
+                # TMA fills columns behind the last one with 0; which these are must not be known while tracing.
+                is_whole = geometry.columns_of_part(part) == width
+                columns = pl.ds((part if is_whole else part + hidden_zero(first, 0)) * width, width)
                 self.copy_terms("key", (tile.b, rows, tile.head, columns), self.terms("k", half, part), memory["k_full"])
         if geometry.is_paired:
             rows = pl.ds(tile.other_block * geometry.block_kv, ROWS)

@@ -42,7 +42,6 @@ products run, as loads take long. Segments of queries are loaded where a step is
 """
 
 import functools
-import itertools
 import math
 import operator
 from collections.abc import Sequence
@@ -264,12 +263,12 @@ class BackwardRole:
         staged, (slab, part) = self.memory["sums"].at[consumer], self.part_of_dq(consumer)
         width = staged.shape[1]
         rows = pl.ds(block * self.geometry.config.block_q + slab * ROWS, ROWS)
-        start = part * self.geometry.part_size + piece * width
-        if self.geometry.in_slabs:
-            if start >= self.geometry.dq_size:
+        start, size = part * self.geometry.part_size + piece * width, self.geometry.dq_size
+        if not self.geometry.is_paired and start + width > size:
+            if start >= size:
                 return
             # TMA clips columns behind the last one, which must not be known while tracing.
-            start = (part + hidden_zero(block, 0)) * width
+            start = (start // width + hidden_zero(block, 0)) * width
         plgpu.copy_smem_to_gmem(staged, self.refs["dq"].at[b, rows, head, pl.ds(start, width)], reduction_op="add")
 
 
@@ -455,7 +454,7 @@ class BackwardConsumer(BackwardRole):
 
         def add_up(*sums):
             pl.when(total > 0)(lambda: visit_all(sums))
-            results = {name: self._whole(acc[...]) for name, acc in zip(self.SUMS, sums, strict=True)}
+            results = {name: self._in_tiles(acc[...]) for name, acc in zip(self.SUMS, sums, strict=True)}
             self._store(tile, scores.kept_factor, **results)
             return total
 
@@ -464,9 +463,9 @@ class BackwardConsumer(BackwardRole):
         columns = dict(zip(("dk", "dv"), geometry.columns, strict=True))
         return steps + pl.run_scoped(add_up, *(plgpu.ACC((ROWS, columns[name]), jnp.float32) for name in self.SUMS))
 
-    def _whole(self, total):
-        """Returns a sum of products with 0 in the columns behind the last slab."""
-        missing = self.geometry.size - total.shape[1]
+    def _in_tiles(self, total):
+        """Returns a sum of products with columns of 0 behind a tail, up to a multiple of 64."""
+        missing = -total.shape[1] % ROWS
         if not missing:
             return total
         return wgmma.join_columns(total, plgpu.layout_cast(jnp.zeros((ROWS, missing), jnp.float32), LAYOUT))
@@ -520,10 +519,12 @@ class BackwardConsumer(BackwardRole):
         if self.geometry.in_slabs:
             self.multiply_slabs(s_acc, self.slabs("k", half), self.slabs("q", current.stage))
             return
-        width, terms = self.geometry.part_size, self.terms("q", current.stage)
+        terms, start = self.terms("q", current.stage), 0
         for part in range(self.geometry.parts[1]):
-            columns = slice(part * width, (part + 1) * width)
-            self.multiply(s_acc, self.terms("k", half, part), [q.at[:, columns].T for q in terms])
+            if width := self.geometry.columns_of_part(part):
+                keys = [k.at[:, :width] if width < k.shape[1] else k for k in self.terms("k", half, part)]
+                self.multiply(s_acc, keys, [q.at[:, start : start + width].T for q in terms])
+                start += width
 
     def with_dq(self, current, multiply):
         """Returns `multiply(dq_acc)`, given an accumulator for dQ of the step before, or None in the first step of a tile."""
@@ -677,20 +678,22 @@ class BackwardConsumer(BackwardRole):
             return
         geometry, memory, dtype, width = self.geometry, self.memory, self.geometry.dtype, self.geometry.part_size
         half = 0 if geometry.config.roles else self.index
-        (v,), ks = self.terms("v", half), [self.terms("k", half, part)[0] for part in range(geometry.parts[1])]
+        (v,), widths = self.terms("v", half), [geometry.columns_of_part(part) for part in range(geometry.parts[1])]
+        ks = [self.terms("k", half, part)[0] for part, columns in enumerate(widths) if columns]
         _meet()  # both consumers have read keys and values, in whose place the results go
         if dv is not None:
             v[...] = (kept_factor * dv).astype(dtype)
         if dk is not None:
-            for part, k in enumerate(ks):
-                k[...] = (geometry.scale * dk[:, part * width : (part + 1) * width]).astype(dtype)
+            for part, (k, columns) in enumerate(zip(ks, widths, strict=False)):
+                k[:, :columns] = (geometry.scale * dk[:, part * width : part * width + columns]).astype(dtype)
         plgpu.commit_smem()
         rows = pl.ds(tile.block * geometry.block_kv + half * ROWS, ROWS)
         if dv is not None:
             plgpu.copy_smem_to_gmem(v, self.refs["dv"].at[tile.b, rows, tile.head])
         if dk is not None:
             for part, k in enumerate(ks):
-                plgpu.copy_smem_to_gmem(k, self.refs["dk"].at[tile.b, rows, tile.head, pl.ds(part * width, width)])
+                start = (part if widths[part] == width else part + hidden_zero(tile.block, 0)) * width  # TMA clips it
+                plgpu.copy_smem_to_gmem(k, self.refs["dk"].at[tile.b, rows, tile.head, pl.ds(start, width)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(memory["kv_empty"])
 
@@ -699,7 +702,7 @@ class BackwardConsumer(BackwardRole):
         plgpu.barrier_arrive(self.memory["kv_empty"])
         untiled, tiles = self._results()
         rows = pl.ds(self.first_key(tile, self.index), ROWS)
-        pieces = list(itertools.product(results, range(0, self.geometry.size, ROWS)))
+        pieces = [(name, column) for name, values in results.items() for column in range(0, values.shape[1], ROWS)]
         for first in range(0, len(pieces), tiles.shape[0]):
             self.await_staged()
             staged = list(enumerate(pieces[first : first + tiles.shape[0]]))
@@ -722,11 +725,11 @@ class BackwardConsumer(BackwardRole):
 
         They go through the place of dQ piece by piece, so that the next keys and values may come meanwhile.
         """
-        geometry, staged = self.geometry, self.memory["sums"].at[self.index]
+        staged = self.memory["sums"].at[self.index]
         plgpu.barrier_arrive(self.memory["kv_empty"])
         first = self.first_key(tile, self.index)
         for entry, head, values in self._list_sums(tile, kept_factor, dv, dk):
-            for start in range(0, geometry.size, width := staged.shape[1]):
+            for start in range(0, values.shape[1], width := staged.shape[1]):
                 self.await_staged()
                 staged[...] = values[:, start : start + width]
                 plgpu.commit_smem()
@@ -752,7 +755,7 @@ class BackwardConsumer(BackwardRole):
             if values is not None:
                 start = entry * (keys + -keys % 8) + first, tile.head * geometry.size
                 out = refs[name if "dk" in refs else "dk_dv"]
-                wgmma.store_product(out, *start, (keys - first, geometry.size), factor * values)
+                wgmma.store_product(out, *start, (keys - first, values.shape[1]), factor * values)
         plgpu.barrier_arrive(self.memory["kv_empty"])
 
 

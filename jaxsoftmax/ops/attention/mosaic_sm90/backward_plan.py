@@ -156,11 +156,13 @@ class BackwardGeometry(AttentionGeometry):
     tiles_of_head: int = field(init=False)  # tiles of a key head, or of each query head if a tile has one
     parts: tuple[int, int] = field(init=False)  # parts of dQ's rows and of its columns that the consumers share
     part_size: int = field(init=False)  # columns of dQ that a consumer makes
-    # True if queries and keys, or values and output cotangents, have a tail: see `tail_of`. All come in slabs of 64 columns and
-    # tails then, which TMA clips at the last column. Else XLA pads them to `size`.
+    # Columns of queries and keys, and of values and output cotangents, in products. XLA pads operands to them, except in slabs.
+    columns: tuple[int, int] = field(init=False)
+    # True if either has a tail: see `tail_of`. Both come in slabs of 64 columns and a tail then, which TMA clips at the last
+    # column. Else columns are a multiple of 64.
     in_slabs: bool = field(init=False)
-    slabs: tuple[int, int] = field(init=False)  # of queries and keys, and of values and output cotangents; tails do not count
-    tails: tuple[int, int] = field(init=False)  # columns of the tails, or 0
+    slabs: tuple[int, int] = field(init=False)  # of either, without the tail; one of all columns if they are not in slabs
+    tails: tuple[int, int] = field(init=False)  # columns of the tail of either, or 0
     is_ragged: bool = field(init=False)  # the last block of keys has rows behind the last key
     # True if the sums of products start with what is subtracted from them, because nothing comes between: the sum of S' with
     # `-lse / scale`, the sum of dP' with `-delta`. Neither is in registers then, and one operation for each score is less.
@@ -182,12 +184,13 @@ class BackwardGeometry(AttentionGeometry):
         seeds_delta = not config.roles and "seeds" not in self.names
         is_plain = self.soft_cap is None and "bias" not in self.names
         passes_both = config.roles and self.bias_gradient is not BiasGradient.NONE and self.soft_cap is not None
-        tails, slabs = (tail_of(self.query[2]), tail_of(self.value_size)), (1, 1)
+        sizes = self.query[2], self.value_size
+        tails = tail_of(sizes[0]), tail_of(sizes[1])
         in_slabs = any(tails) and self.n_terms == 1 and not config.roles and not self.is_deterministic
-        if in_slabs:
-            slabs = pl.cdiv(self.query[2] - tails[0], ROWS), pl.cdiv(self.value_size - tails[1], ROWS)
-        else:
+        if not in_slabs:
             tails = 0, 0
+        slabs = pl.cdiv(sizes[0] - tails[0], ROWS), pl.cdiv(sizes[1] - tails[1], ROWS)
+        columns = ROWS * slabs[0] + tails[0], ROWS * slabs[1] + tails[1]
         self._derive(
             lengths=(length, keys),
             heads_per_key_head=heads // key_heads,
@@ -198,8 +201,9 @@ class BackwardGeometry(AttentionGeometry):
             tiles_of_head=(tiles_of_head := pl.cdiv(blocks_kv, blocks_per_tile)),
             parts=parts,
             part_size=self.size // parts[1],
+            columns=columns,
             in_slabs=in_slabs,
-            slabs=slabs,
+            slabs=slabs if in_slabs else (1, 1),
             tails=tails,
             is_ragged=keys % (blocks_per_tile * block_kv) != 0,
             is_seeded=is_plain and seeds_delta and self.scale > _LEAST_SEEDED,
@@ -227,7 +231,8 @@ class BackwardGeometry(AttentionGeometry):
     @property
     def bytes_of_query_head(self) -> int:
         """Bytes of the queries and output cotangents of a query head, in terms of 16 bits, and of dQ."""
-        return (2 * 2 * self.n_terms + 4) * self.query[0] * self.size
+        columns, value_columns = self.columns
+        return (2 * self.n_terms * (columns + value_columns) + 4 * columns) * self.query[0]
 
     @functools.cached_property
     def alternates(self) -> bool:
@@ -279,7 +284,7 @@ class BackwardGeometry(AttentionGeometry):
             f"{config.stages[1]} of output cotangents",
             f"{CONSUMERS} consumer warpgroups, {work}",
         ]
-        parts += ["{} and {} columns".format(*self.columns)] if self.in_slabs else []
+        parts += ["{} and {} columns".format(*self.columns)] if self.columns != (self.size, self.size) else []
         parts += ["operands split before"] if self.n_terms > 1 else []
         parts += ["two blocks of threads share a tile"] if self.is_paired else []
         parts += ["single query heads, which add dK and dV"] if self.has_single_heads else []
@@ -291,21 +296,18 @@ class BackwardGeometry(AttentionGeometry):
         return ", ".join(parts)
 
     @property
-    def columns(self) -> tuple[int, int]:
-        """Numbers of columns of the products dK and dV."""
-        if not self.in_slabs:
-            return self.size, self.size
-        return ROWS * self.slabs[0] + self.tails[0], ROWS * self.slabs[1] + self.tails[1]
+    def global_columns(self) -> tuple[int, int]:
+        """Numbers of columns that operands of products have in global memory, and dK and dV unless they are sums of tiles."""
+        return (self.query[2], self.value_size) if self.in_slabs else self.columns
 
-    @property
-    def result_sizes(self) -> tuple[int, int]:
-        """Numbers of columns of dK and dV in global memory if they have 16 bits: TMA clips what comes in slabs."""
-        return (self.query[2], self.value_size) if self.in_slabs else (self.size, self.size)
+    def columns_of_part(self, part: int) -> int:
+        """Counts the columns of the keys, a multiple of 64, in a part of the columns of dQ; 0 if the part is behind them."""
+        return min(max(self.columns[0] - part * self.part_size, 0), self.part_size)
 
     @property
     def dq_size(self) -> int:
         """Number of columns of dQ in global memory, where float32 comes in tiles of 32."""
-        return ROWS * self.slabs[0] + 32 * (self.tails[0] > 0) if self.in_slabs else self.size
+        return ROWS * self.slabs[0] + 32 * (self.tails[0] > 0) if self.in_slabs else self.columns[0]
 
     def span(self, block: Any, arithmetic: Arithmetic, lengths: Any = None, offset: Any = 0) -> tuple[Any, Any, Any, Any]:
         """Returns the blocks of queries that window and lengths let see a block of keys.
@@ -463,7 +465,7 @@ class BackwardGeometry(AttentionGeometry):
 
     def scratch(self) -> dict[str, Any]:
         """Describes what is in shared memory. A barrier is full when copies have landed, and empty when all have read them."""
-        config, size, halves = self.config, self.size, self.block_kv // ROWS
+        config, (columns, value_columns), halves = self.config, self.columns, self.block_kv // ROWS
         (stages, stages_do), terms = config.stages, self.n_terms
         memory: dict[str, Any] = {}
         if config.roles and not self.replaces_weights:
@@ -495,9 +497,9 @@ class BackwardGeometry(AttentionGeometry):
         else:
             memory |= {
                 "k": self._tiles(terms, halves, self.parts[1], ROWS, self.part_size),
-                "v": self._tiles(terms, halves, ROWS, size),
-                "q": self._tiles(terms, stages, config.block_q, size),
-                "do": self._tiles(terms, stages_do, config.block_q, size),
+                "v": self._tiles(terms, halves, ROWS, value_columns),
+                "q": self._tiles(terms, stages, config.block_q, columns),
+                "do": self._tiles(terms, stages_do, config.block_q, value_columns),
             }
         copies = halves * (terms * self.parts[1] + (self.tails[0] > 0)), terms * halves * self.count_slabs("v")
         return memory | {
