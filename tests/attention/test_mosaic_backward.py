@@ -1138,6 +1138,46 @@ def test_shared_memory_has_room(size, dtype, bias_gradient, deterministic, taken
     assert plan.shared_memory == total <= 227 * 1024
 
 
+def of_sizes(size, value_size, dtype="bfloat16", deterministic=False, *others):
+    given = lowering.operands((2,), 512, 512, 2, 2, size, value_size, dtype)
+    given |= {"bias": lowering.shaped(2, 2, 512, 512, dtype=dtype)} if "bias" in others else {}
+    options = {"window": (None, 0), "soft_cap": None, "dropout_rate": 0.0, "scale": 1.0}
+    return backward_plan.shape_backward(given, HOPPER, ("query", "key", "value", *others), deterministic, **options)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "columns", "in_global_memory"),
+    [
+        ((64, 64), (64, 64), (64, 64)),
+        ((40, 8), (64, 64), (64, 64)),
+        ((72, 80), (80, 80), (72, 80)),
+        ((96, 88), (96, 96), (96, 88)),
+        ((40, 96), (64, 96), (40, 96)),
+        ((112, 80), (128, 80), (112, 80)),
+        ((64, 128), (64, 128), (64, 128)),
+        ((104, 128), (128, 128), (128, 128)),
+        ((192, 128), (192, 128), (192, 128)),
+        ((160, 200), (192, 256), (192, 256)),
+    ],
+)
+def test_products_leave_out_columns_that_no_head_has(sizes, columns, in_global_memory):
+    plan = of_sizes(*sizes)
+    assert (plan.columns, plan.global_columns) == (columns, in_global_memory)
+    assert plan.in_slabs == (any(size % 64 for size in columns))
+    assert ("columns" in plan.describe()) == (columns != (plan.size, plan.size))
+    in_steps_of_64 = tuple(-(-size // 64) * 64 for size in sizes)
+    assert of_sizes(*sizes, "bfloat16", True).columns == in_steps_of_64
+    if max(sizes) <= 128:
+        assert of_sizes(*sizes, "float32").columns == in_steps_of_64
+
+
+@pytest.mark.parametrize("others", [(), ("bias",)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_shared_memory_has_room_for_every_head_size(deterministic, others):
+    for sizes in itertools.product(range(8, 257, 24), repeat=2):
+        assert of_sizes(*sizes, "bfloat16", deterministic, *others).shared_memory <= 227 * 1024
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("size", "dtype"), [(size, dtype) for size, dtype, _ in CONFIGS])
 def test_segments_and_results_are_staged_in_16_bits_up_to_128(size, dtype, deterministic):

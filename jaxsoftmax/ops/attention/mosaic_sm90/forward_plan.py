@@ -304,7 +304,7 @@ class ForwardGeometry(AttentionGeometry):
         wide = tuple(columns - (SWIZZLED if tail else 0) for columns, tail in zip(sizes, tails, strict=True))
         sizes = wide[0] + tails[0], wide[1] + tails[1]
         # The output in the place of queries takes whole slabs of theirs.
-        is_whole &= key_parts == 1 or config.own_output or sizes[0] == key_parts * sizes[1]
+        is_whole &= config.own_output or sizes[0] == key_parts * sizes[1]
         is_ragged = not config.has_terms and (self.rows.box is not None or not is_whole)  # float32 does not go through TMA
         slabs = (wide[0] // SWIZZLED, wide[1] // SWIZZLED) if is_ragged else (key_parts, 1)
         value_width = wide[1] // slabs[1]
