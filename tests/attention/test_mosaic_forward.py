@@ -123,7 +123,7 @@ def test_every_feature_lowers_for_cuda_in_float32(features, least, monkeypatch):
     [
         # By default those with everything that have it neither below nor, in part, with some features above.
         pytest.param(dtype, index, sizes, features, marks=cases.slow_unless(features and index in own))
-        for dtype, every, own in (("bfloat16", [*SIZES, *LARGE_SIZES], (2, 11)), ("float32", SIZES_OF_FLOAT32, ()))
+        for dtype, every, own in (("bfloat16", [*SIZES, *LARGE_SIZES], (2, 10, 14)), ("float32", SIZES_OF_FLOAT32, ()))
         for index, sizes in enumerate(every)
         for features in ((), EVERYTHING)
     ],
@@ -159,7 +159,10 @@ def test_the_last_slab_of_a_head_is_as_narrow_as_its_columns_allow(size, tail):
     assert ("columns" in geometry.describe()) == (tail > 0)
 
 
-@pytest.mark.parametrize("given", [operands((), 640, 999, 2, 2, 80, dtype="float32"), operands((), 3, 999, 8, 2, 80)])
+OTHERS = [operands((), 640, 999, 2, 2, 80, dtype="float32"), *(operands((), 3, 999, 8, n, 80) for n in (2, 8))]
+
+
+@pytest.mark.parametrize("given", OTHERS)
 def test_only_many_rows_of_16_bits_have_a_tail(given):
     assert make_plan(primitive.ATTENTION, given).geometry.tails == (0, 0)
 
@@ -1124,6 +1127,7 @@ def test_standalone_attention_is_the_kernels_in_both_directions():
 
 
 PARTS = [("bfloat16", 64, 64), ("bfloat16", 128, 128), ("float16", 72, 40), ("bfloat16", 256, 200), ("float32", 64, 64)]
+PARTS += [("bfloat16", 80, 96), ("bfloat16", 192, 128)]
 PARTS += [("bfloat16", 36, 50), ("float32", 36, 33), ("bfloat16", 512, 512), ("bfloat16", 320, 300)]
 
 

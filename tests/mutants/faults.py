@@ -1017,8 +1017,8 @@ FAULTS = (
     Fault(
         "mosaic attention: weights of the second half of a head's columns are those of the first half",
         f"{_MOSAIC}/backward_pipeline.py",
-        "                start += width\n",
-        "                start += 0\n",
+        "q.at[:, part * width : part * width + columns]",
+        "q.at[:, 0 : columns]",
         "tests/attention/test_mosaic_backward.py -k other_sizes",
     ),
     Fault(

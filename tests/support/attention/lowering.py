@@ -73,6 +73,7 @@ FEATURES = {
 EVERYTHING = ("window", "lengths", "segments", "soft cap", "sinks", "mask", "bias", "dropout")
 # Head sizes of keys and values that have every configuration, and sizes that are padded.
 SIZES = [(64, 64), (128, 128), (192, 192), (256, 256), (192, 128), (128, 256), (8, 8), (80, 72), (64, 128), (248, 16)]
+SIZES += [(80, 96), (84, 50), (112, 80)]  # in slabs; with numbers that are no multiples of 8
 # The same, whose columns come in halves: they have no gradients on kernels.
 LARGE_SIZES = [(512, 512), (440, 440), (64, 512), (256, 512), (512, 128)]
 

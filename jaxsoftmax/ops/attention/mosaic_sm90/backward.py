@@ -60,6 +60,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     ROWS,
     hidden_zero,
     lay_out,
+    of_operand,
     pad_segments,
     record,
     split_terms,
@@ -219,9 +220,8 @@ def _in_tiles(matrices):
 
 def _lay_out(geometry: BackwardGeometry, operands, lse, delta, d_out):
     """Reshapes operands as the kernel addresses them. Rows behind the last are 0: their weights are 1, their products 0."""
-    (length, heads, _), (keys, key_heads, _) = geometry.query, geometry.key
-    value_size, padding = operands["value"].shape[-1], -length % geometry.config.block_q
-    size, size_of_values = geometry.global_columns
+    (length, heads, _), (keys, key_heads, _), value_size = geometry.query, geometry.key, geometry.value_size
+    padding, (columns, value_columns) = -length % geometry.config.block_q, geometry.global_columns
     main = ("query", "key", "value")
     extras, records = lay_out(geometry.batch, {name: array for name, array in operands.items() if name not in main})
 
@@ -236,10 +236,10 @@ def _lay_out(geometry: BackwardGeometry, operands, lse, delta, d_out):
         return jnp.pad(array, [(0, 0), (0, 0), (0, padding)])
 
     refs = OrderedDict(
-        **_terms(geometry, "query", operands["query"], geometry.query, size),
-        **_terms(geometry, "key", operands["key"], geometry.key, size),
-        **_terms(geometry, "value", operands["value"], (keys, key_heads, value_size), size_of_values),
-        **_terms(geometry, "d_out", d_out, (length, heads, value_size), size_of_values),
+        **_terms(geometry, "query", operands["query"], geometry.query, columns),
+        **_terms(geometry, "key", operands["key"], geometry.key, columns),
+        **_terms(geometry, "value", operands["value"], (keys, key_heads, value_size), value_columns),
+        **_terms(geometry, "d_out", d_out, (length, heads, value_size), value_columns),
         lse=line(lse),
         delta=line(delta),
         **extras,
@@ -315,19 +315,19 @@ def _result_types(geometry: BackwardGeometry, is_partial) -> OrderedDict[str, ja
     """Returns the types of the results of the kernel, by name, beside what it adds to."""
     if geometry.has_single_heads:
         return OrderedDict()
-    entries, keys, heads, size = shape = _keys_shape(geometry)
+    entries, keys, heads, size = _keys_shape(geometry)
     # Results of float32 are matrices, rows of all heads, as stores from registers take them.
     if is_partial:  # one array, as devices send one
         return OrderedDict(dk_dv=jax.ShapeDtypeStruct((2 * entries * keys, heads * size), jnp.float32))
     if geometry.n_terms > 1:
         return OrderedDict.fromkeys(("dk", "dv"), jax.ShapeDtypeStruct((entries * keys, heads * size), geometry.dtype))
-    kinds = (jax.ShapeDtypeStruct((*shape[:-1], columns), geometry.dtype) for columns in geometry.global_columns)
+    kinds = (jax.ShapeDtypeStruct((entries, keys, heads, columns), geometry.dtype) for columns in geometry.global_columns)
     return OrderedDict(zip(("dk", "dv"), kinds, strict=True))
 
 
 def _cotangents(geometry: BackwardGeometry, operands, written, results, is_partial) -> dict[str, jax.Array]:
     """Returns the cotangents by name, from what the kernel has written."""
-    (length, _, head_size), keys, value_size = geometry.query, geometry.key[0], operands["value"].shape[-1]
+    (length, _, head_size), keys, value_size = geometry.query, geometry.key[0], geometry.value_size
     # Flat, so that XLA sees that halves which are put together are the whole.
     results = [x.ravel() for x in ([written["dk_dv"]] if geometry.has_single_heads else results.values())]
     results, written = lax.optimization_barrier((results, dict(written)))
@@ -351,9 +351,9 @@ def _cotangents(geometry: BackwardGeometry, operands, written, results, is_parti
 def _kernel(geometry: BackwardGeometry, records, waves, refs, results, **memory) -> None:
     """Divides the work of a block of threads among its warpgroups."""
     operands = {name: replace(record, ref=refs[name]) for name, record in records.items()}
-    if geometry.stages_results:  # names of one place; results in slabs have two
-        memory["sums"], *names = memory["sums"]
-        memory["results"] = names if len(names) > 1 else names[0]
+    if geometry.stages_results:  # names of one place
+        memory["sums"], *views = memory["sums"]
+        memory["results"] = views[0], views[-1]  # as TMA copies them, and in tiles
     shared = geometry, refs | results, operands, memory
     block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
     counter = schedule.ticket_counter() if geometry.is_deterministic else None
@@ -432,13 +432,12 @@ class BackwardProducer(BackwardRole):
         else:
             self.copy_terms(name, place, self.terms(slot, stage), full)
 
-    def _copy_slabs(self, name, slot, place, stage, full, count=None):
-        """Copies rows of an operand in slabs of columns: `count` equal ones, or as many as its products have, and the tail."""
-        which = 0 if slot in "qk" else 1
-        slabs, tail = self.geometry.slabs[which], self.geometry.tails[which]
+    def _copy_slabs(self, name, slot, place, stage, full):
+        """Copies rows of an operand in slabs of columns."""
+        slabs, tail = of_operand(slot, self.geometry.slabs), of_operand(slot, self.geometry.tails)
         slots, source = views_of(self.memory[slot])[0], self.refs[name]
 
-        @pl.loop(0, slabs if count is None else count)  # not written out: a slab behind the last column must not be known
+        @pl.loop(0, slots.shape[1])  # not written out: a slab behind the last column must not be known while tracing
         def _(i):
             plgpu.copy_gmem_to_smem(source.at[(*place, pl.ds(i * ROWS, ROWS))], slots.at[stage, i], full)
 
@@ -452,13 +451,13 @@ class BackwardProducer(BackwardRole):
     def _copy_bias(self, tile, first, i):
         """Copies the bias of step `i` of a tile, whose keys are from `first` on."""
         bias, staged = self.operands["bias"], self.memory["bias"]
-        halves, slabs = staged.shape[:2]
+        halves, chunks = staged.shape[:2]
         head, block = self.head_and_block(tile, i)
         plgpu.barrier_wait(self.memory["bias_empty"])
-        for half, slab in itertools.product(range(halves), range(slabs)):
-            rows = pl.ds(block * self.geometry.config.block_q + slab * ROWS, ROWS)
+        for half, chunk in itertools.product(range(halves), range(chunks)):
+            rows = pl.ds(block * self.geometry.config.block_q + chunk * ROWS, ROWS)
             source = bias.ref.at[bias.entry(tile.b, head), rows, pl.ds(first + half * ROWS, ROWS)]
-            plgpu.copy_gmem_to_smem(source, staged.at[half, slab], self.memory["bias_full"])
+            plgpu.copy_gmem_to_smem(source, staged.at[half, chunk], self.memory["bias_full"])
 
     def _copy_keys_and_values(self, tile, first):
         """Copies keys and values of a tile, from key `first` on."""
@@ -468,13 +467,14 @@ class BackwardProducer(BackwardRole):
         if geometry.in_slabs:
             for half in range(halves):
                 place = tile.b, pl.ds(first + half * ROWS, ROWS), tile.head
-                self._copy_slabs("key", "k", place, half, memory["k_full"], geometry.parts[1])
+                self._copy_slabs("key", "k", place, half, memory["k_full"])
                 self._copy_slabs("value", "v", place, half, memory["v_full"])
             return
         for half in range(halves):
             rows = pl.ds(first + half * ROWS, ROWS)
             for part in range(geometry.parts[1]):
-                # TMA fills columns behind the last one with 0; which these are must not be known while tracing.
+                # In a part that is cut, TMA fills columns behind the last one with 0. A part behind it may hold anything:
+                # `multiply_keys` skips it, and its dQ is left out. Where columns end must not be known while tracing.
                 is_whole = geometry.columns_of_part(part) == width
                 columns = pl.ds((part if is_whole else part + hidden_zero(first, 0)) * width, width)
                 self.copy_terms("key", (tile.b, rows, tile.head, columns), self.terms("k", half, part), memory["k_full"])
@@ -567,8 +567,8 @@ class TurnAdder(BackwardRole):
         if d_bias.heads == 1:
             before = before * geometry.query[1] + head
         tickets.await_count(self.refs["bias_turns"], turn, before)
-        for slab in range(geometry.config.block_q // ROWS):
-            self._take_over(lambda consumer, slab=slab: self.add_to_bias(tile, consumer, head, block, slab))
+        for chunk in range(geometry.config.block_q // ROWS):
+            self._take_over(lambda consumer, chunk=chunk: self.add_to_bias(tile, consumer, head, block, chunk))
         plgpu.wait_smem_to_gmem(0)
         tickets.add_one(self.refs["bias_turns"], turn)
 

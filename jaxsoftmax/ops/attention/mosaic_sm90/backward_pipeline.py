@@ -74,6 +74,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     dropout_keeps,
     hidden_zero,
     in_one_segment,
+    of_operand,
     pair_terms,
     tanh,
     views_of,
@@ -217,7 +218,7 @@ class BackwardRole:
         """Lists the slabs of columns of an operand in shared memory, each as the list of its terms."""
         if not self.geometry.in_slabs:
             return [self.terms(name, place)]
-        tail, count = self.memory.get(f"{name}_tail"), self.geometry.slabs[0 if name in "qk" else 1]
+        tail, count = self.memory.get(f"{name}_tail"), of_operand(name, self.geometry.slabs)
         slabs = [[views_of(self.memory[name])[1].at[place, i]] for i in range(count)]
         return slabs if tail is None else [*slabs, [views_of(tail)[1].at[place, 0]]]
 
@@ -245,24 +246,24 @@ class BackwardRole:
         first = tile.block * self.geometry.block_kv
         return first if self.geometry.config.roles else first + consumer * ROWS
 
-    def add_to_bias(self, tile, consumer, head, block, slab) -> None:
+    def add_to_bias(self, tile, consumer, head, block, chunk) -> None:
         """Starts to add what a consumer staged, derivatives of scores for 64 queries, to that of the bias in global memory."""
         if not self.geometry.config.roles or consumer == CONSUMERS - 1:  # of roles, the second has them
-            target = self.place_in_d_bias(tile, consumer, head, block, slab)
+            target = self.place_in_d_bias(tile, consumer, head, block, chunk)
             plgpu.copy_smem_to_gmem(self.memory["sums"].at[consumer], target, reduction_op="add")
 
-    def place_in_d_bias(self, tile, consumer, head, block, slab):
+    def place_in_d_bias(self, tile, consumer, head, block, chunk):
         """Returns the place of 64 queries and a consumer's 64 keys in the derivative of the bias."""
         geometry, d_bias = self.geometry, self.operands["dbias"]
         first = self.first_key(tile, consumer)
-        rows = pl.ds(block * geometry.config.block_q + slab * ROWS, ROWS)
+        rows = pl.ds(block * geometry.config.block_q + chunk * ROWS, ROWS)
         return d_bias.ref.at[d_bias.entry(tile.b, head), rows, pl.ds(first, ROWS)]
 
     def add_to_dq(self, consumer, b, head, block, piece) -> None:
         """Starts to add what a consumer staged, a piece of its part of dQ, to global memory."""
-        staged, (slab, part) = self.memory["sums"].at[consumer], self.part_of_dq(consumer)
+        staged, (chunk, part) = self.memory["sums"].at[consumer], self.part_of_dq(consumer)
         width = staged.shape[1]
-        rows = pl.ds(block * self.geometry.config.block_q + slab * ROWS, ROWS)
+        rows = pl.ds(block * self.geometry.config.block_q + chunk * ROWS, ROWS)
         start, size = part * self.geometry.part_size + piece * width, self.geometry.dq_size
         if not self.geometry.is_paired and start + width > size:
             if start >= size:
@@ -364,8 +365,8 @@ class BackwardScores:
             sums = self.operands["dbias"]
             wgmma.add_transposed(sums.ref, *self._place(sums, current), ds, varies=sums.varies)
         elif self.geometry.bias_gradient is BiasGradient.ADDED:
-            for slab in range(self.shape[1] // ROWS):
-                self.consumer.stage_for_bias(self.tile, current, slab, ds[:, slab * ROWS : (slab + 1) * ROWS])
+            for chunk in range(self.shape[1] // ROWS):
+                self.consumer.stage_for_bias(self.tile, current, chunk, ds[:, chunk * ROWS : (chunk + 1) * ROWS])
 
     def _limits(self, start):
         """Returns the first and the last column that each row sees; None for no limit. Columns are queries from `start` on."""
@@ -454,7 +455,7 @@ class BackwardConsumer(BackwardRole):
 
         def add_up(*sums):
             pl.when(total > 0)(lambda: visit_all(sums))
-            results = {name: self._in_tiles(acc[...]) for name, acc in zip(self.SUMS, sums, strict=True)}
+            results = {name: self._in_whole_slabs(acc[...]) for name, acc in zip(self.SUMS, sums, strict=True)}
             self._store(tile, scores.kept_factor, **results)
             return total
 
@@ -463,7 +464,7 @@ class BackwardConsumer(BackwardRole):
         columns = dict(zip(("dk", "dv"), geometry.columns, strict=True))
         return steps + pl.run_scoped(add_up, *(plgpu.ACC((ROWS, columns[name]), jnp.float32) for name in self.SUMS))
 
-    def _in_tiles(self, total):
+    def _in_whole_slabs(self, total):
         """Returns a sum of products with columns of 0 behind a tail, up to a multiple of 64."""
         missing = -total.shape[1] % ROWS
         if not missing:
@@ -474,8 +475,8 @@ class BackwardConsumer(BackwardRole):
         """Loads the bias of a step from shared memory."""
         staged = self.memory["bias"].at[0 if self.geometry.config.roles else self.index]
         plgpu.barrier_wait(self.memory["bias_full"])
-        slabs = [plgpu.load(staged.at[slab].T, layout=LAYOUT) for slab in range(staged.shape[0])]
-        return jnp.concatenate(slabs, 1) if len(slabs) > 1 else slabs[0]
+        chunks = [plgpu.load(staged.at[chunk].T, layout=LAYOUT) for chunk in range(staged.shape[0])]
+        return jnp.concatenate(chunks, 1) if len(chunks) > 1 else chunks[0]
 
     def free_bias(self) -> None:
         """Says that the next bias may come to shared memory, behind an instruction that needs all weights."""
@@ -519,12 +520,11 @@ class BackwardConsumer(BackwardRole):
         if self.geometry.in_slabs:
             self.multiply_slabs(s_acc, self.slabs("k", half), self.slabs("q", current.stage))
             return
-        terms, start = self.terms("q", current.stage), 0
+        width, terms = self.geometry.part_size, self.terms("q", current.stage)
         for part in range(self.geometry.parts[1]):
-            if width := self.geometry.columns_of_part(part):
-                keys = [k.at[:, :width] if width < k.shape[1] else k for k in self.terms("k", half, part)]
-                self.multiply(s_acc, keys, [q.at[:, start : start + width].T for q in terms])
-                start += width
+            if columns := self.geometry.columns_of_part(part):
+                queries = [q.at[:, part * width : part * width + columns].T for q in terms]
+                self.multiply(s_acc, [k.at[:, :columns] for k in self.terms("k", half, part)], queries)
 
     def with_dq(self, current, multiply):
         """Returns `multiply(dq_acc)`, given an accumulator for dQ of the step before, or None in the first step of a tile."""
@@ -539,16 +539,16 @@ class BackwardConsumer(BackwardRole):
         """
         if dq_acc is None:
             return 0
-        slab, part = self.part_of_dq(self.index)
+        chunk, part = self.part_of_dq(self.index)
         halves, count = [self.index] if self.geometry.config.separate_dq else range(self.geometry.block_kv // ROWS), 0
         is_transposed = self.geometry.bias_gradient is BiasGradient.STORED  # queries are rows
         for half in halves:
-            terms = self.ds_terms(step, half, slab)
+            terms = self.ds_terms(step, half, chunk)
             keys = self.part_of_keys(half + hidden_zero(step, 2), part)
             count += self.multiply(dq_acc, [ds if is_transposed else ds.T for ds in terms], keys)
         if self.geometry.is_paired:
             sync.await_peer(self.barriers, step)
-            (ds,) = self.ds_terms(step, 1, slab)
+            (ds,) = self.ds_terms(step, 1, chunk)
             count += self.multiply(dq_acc, [ds.T], [self.memory["other_k"].at[self.index + hidden_zero(step, 2)]])
         return count
 
@@ -561,24 +561,24 @@ class BackwardConsumer(BackwardRole):
         is_stored = geometry.bias_gradient is BiasGradient.STORED
         if is_stored:  # derivatives of two steps before, which were stored from this stage, have left it
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        slabs = range(geometry.config.block_q // ROWS)
-        for slab in slabs:
-            for stage, term in zip(self.ds_terms(current.index, half, slab), ds, strict=True):
-                (stage.T if is_stored else stage)[...] = term[:, slab * ROWS : (slab + 1) * ROWS]
+        chunks = range(geometry.config.block_q // ROWS)
+        for chunk in chunks:
+            for stage, term in zip(self.ds_terms(current.index, half, chunk), ds, strict=True):
+                (stage.T if is_stored else stage)[...] = term[:, chunk * ROWS : (chunk + 1) * ROWS]
         plgpu.commit_smem()
         if is_stored:
-            for slab in slabs:
-                (stage,) = self.ds_terms(current.index, half, slab)
-                target = self.place_in_d_bias(tile, self.index, current.head, current.block, slab)
+            for chunk in chunks:
+                (stage,) = self.ds_terms(current.index, half, chunk)
+                target = self.place_in_d_bias(tile, self.index, current.head, current.block, chunk)
                 plgpu.copy_smem_to_gmem(stage, target)
         if geometry.is_paired:
             transforms = tile_transforms(geometry.dtype)
             sync.exchange_with_peer(self.memory["ds"], transforms, self.barriers, 1 - self.rank, current.index)
 
-    def ds_terms(self, step, half, slab):
+    def ds_terms(self, step, half, chunk):
         """Lists the terms of the derivatives of a step's scores, in shared memory, for 64 keys and 64 queries."""
         stage = self.memory["ds"].at[lax.rem(step, jnp.int32(DS_STAGES))]
-        return [stage.at[half, term, slab] for term in range(self.geometry.n_terms)]
+        return [stage.at[half, term, chunk] for term in range(self.geometry.n_terms)]
 
     def weights(self, step):
         """Lists the places of the terms of the weights of a step, in shared memory."""
@@ -627,7 +627,7 @@ class BackwardConsumer(BackwardRole):
         else:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def stage_for_bias(self, tile, current, slab, ds) -> None:
+    def stage_for_bias(self, tile, current, chunk, ds) -> None:
         """Adds derivatives of scores for 64 queries to that of the bias in global memory."""
         self.await_staged()
         self.memory["sums"].at[self.index].T[...] = wgmma.split_pairs(ds)
@@ -635,7 +635,7 @@ class BackwardConsumer(BackwardRole):
         if self.geometry.is_deterministic:
             self.give_to_adder(current.index)
         else:
-            self.add_to_bias(tile, self.index, current.head, current.block, slab)
+            self.add_to_bias(tile, self.index, current.head, current.block, chunk)
 
     def give_to_adder(self, step) -> None:
         """Gives what is staged to the warp that adds what belongs to a step, in the order of turns."""
@@ -678,21 +678,23 @@ class BackwardConsumer(BackwardRole):
             return
         geometry, memory, dtype, width = self.geometry, self.memory, self.geometry.dtype, self.geometry.part_size
         half = 0 if geometry.config.roles else self.index
-        (v,), widths = self.terms("v", half), [geometry.columns_of_part(part) for part in range(geometry.parts[1])]
-        ks = [self.terms("k", half, part)[0] for part, columns in enumerate(widths) if columns]
+        (v,) = self.terms("v", half)
+        parts = [(part, columns) for part in range(geometry.parts[1]) if (columns := geometry.columns_of_part(part))]
         _meet()  # both consumers have read keys and values, in whose place the results go
         if dv is not None:
             v[...] = (kept_factor * dv).astype(dtype)
         if dk is not None:
-            for part, (k, columns) in enumerate(zip(ks, widths, strict=False)):
+            for part, columns in parts:
+                (k,) = self.terms("k", half, part)
                 k[:, :columns] = (geometry.scale * dk[:, part * width : part * width + columns]).astype(dtype)
         plgpu.commit_smem()
         rows = pl.ds(tile.block * geometry.block_kv + half * ROWS, ROWS)
         if dv is not None:
             plgpu.copy_smem_to_gmem(v, self.refs["dv"].at[tile.b, rows, tile.head])
         if dk is not None:
-            for part, k in enumerate(ks):
-                start = (part if widths[part] == width else part + hidden_zero(tile.block, 0)) * width  # TMA clips it
+            for part, columns in parts:
+                (k,) = self.terms("k", half, part)
+                start = (part if columns == width else part + hidden_zero(tile.block, 0)) * width  # TMA clips it
                 plgpu.copy_smem_to_gmem(k, self.refs["dk"].at[tile.b, rows, tile.head, pl.ds(start, width)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(memory["kv_empty"])
@@ -700,7 +702,7 @@ class BackwardConsumer(BackwardRole):
     def _store_staged(self, tile, **results):
         """Stores dV and dK in 16 bits by way of the place of dQ, in tiles of 64 columns."""
         plgpu.barrier_arrive(self.memory["kv_empty"])
-        untiled, tiles = self._results()
+        untiled, tiles = (view.at[self.index] for view in self.memory["results"])
         rows = pl.ds(self.first_key(tile, self.index), ROWS)
         pieces = [(name, column) for name, values in results.items() for column in range(0, values.shape[1], ROWS)]
         for first in range(0, len(pieces), tiles.shape[0]):
@@ -714,11 +716,6 @@ class BackwardConsumer(BackwardRole):
                     column = column + hidden_zero(tile.block, 0)
                 place = tile.b, rows, tile.head, pl.ds(column, ROWS)
                 plgpu.copy_smem_to_gmem(untiled.at[i], self.refs[name].at[place])
-
-    def _results(self):
-        """Returns the consumer's places of results under both names: as TMA copies them, and in tiles."""
-        results = self.memory["results"]
-        return [view.at[self.index] for view in (views_of(results) if self.geometry.in_slabs else (results, results))]
 
     def _add_to_keys(self, tile, kept_factor, dv, dk):
         """Adds dV and dK of a query head, or of a slice of a tile, to those of others, in float32.

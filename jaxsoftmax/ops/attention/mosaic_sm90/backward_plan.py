@@ -24,6 +24,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     Arithmetic,
     AttentionGeometry,
     in_two_views,
+    of_operand,
     shapes_of,
     tail_of,
 )
@@ -134,7 +135,7 @@ class BackwardGeometry(AttentionGeometry):
     """
 
     config: BackwardConfig
-    size: int  # head size on chip
+    size: int  # head size of the configuration: columns of sums of dK and dV, and of all parts of dQ
     value_size: int
     bias_gradient: BiasGradient
     # Results have the same bits in every run: blocks of keys add to dQ in the order of turns, and no tiles add dK and dV.
@@ -186,6 +187,7 @@ class BackwardGeometry(AttentionGeometry):
         passes_both = config.roles and self.bias_gradient is not BiasGradient.NONE and self.soft_cap is not None
         sizes = self.query[2], self.value_size
         tails = tail_of(sizes[0]), tail_of(sizes[1])
+        # XLA splits float32 into terms in whole tiles. With roles or turns results leave by way of keys and values in tiles.
         in_slabs = any(tails) and self.n_terms == 1 and not config.roles and not self.is_deterministic
         if not in_slabs:
             tails = 0, 0
@@ -297,8 +299,12 @@ class BackwardGeometry(AttentionGeometry):
 
     @property
     def global_columns(self) -> tuple[int, int]:
-        """Numbers of columns that operands of products have in global memory, and dK and dV unless they are sums of tiles."""
-        return (self.query[2], self.value_size) if self.in_slabs else self.columns
+        """Numbers of columns that operands of products have in global memory, and dK and dV unless they are sums of tiles.
+
+        In slabs these are a multiple of 8, as TMA takes rows of a multiple of 16 bytes.
+        """
+        sizes = self.query[2], self.value_size
+        return (sizes[0] + -sizes[0] % 8, sizes[1] + -sizes[1] % 8) if self.in_slabs else self.columns
 
     def columns_of_part(self, part: int) -> int:
         """Counts the columns of the keys, a multiple of 64, in a part of the columns of dQ; 0 if the part is behind them."""
@@ -501,14 +507,13 @@ class BackwardGeometry(AttentionGeometry):
                 "q": self._tiles(terms, stages, config.block_q, columns),
                 "do": self._tiles(terms, stages_do, config.block_q, value_columns),
             }
-        copies = halves * (terms * self.parts[1] + (self.tails[0] > 0)), terms * halves * self.count_slabs("v")
         return memory | {
             # What blocks of threads send each other lies together, so that terms come later.
             "ds": self._tiles(DS_STAGES, self.blocks_per_tile * halves, terms, config.block_q // ROWS, ROWS, ROWS),
             # In tiles of 64 columns where a bias has a derivative, which goes through it too.
             "sums": self._place_of_sums(self.part_size // config.pieces),
-            "k_full": plgpu.Barrier(num_arrivals=copies[0] + CONSUMERS * self.is_paired),
-            "v_full": plgpu.Barrier(num_arrivals=copies[1]),
+            "k_full": plgpu.Barrier(num_arrivals=terms * halves * self.count_slabs("k") + CONSUMERS * self.is_paired),
+            "v_full": plgpu.Barrier(num_arrivals=terms * halves * self.count_slabs("v")),
             "kv_empty": plgpu.Barrier(num_arrivals=CONSUMERS),
             **({} if config.separate_dq else {"step_done": step_done}),
             **self._bias_stage(halves),
@@ -520,9 +525,9 @@ class BackwardGeometry(AttentionGeometry):
         }
 
     def count_slabs(self, name: str) -> int:
-        """Counts the slabs of columns of queries "q", keys "k", values "v" or output cotangents "do", with a tail."""
-        which = 0 if name in "qk" else 1
-        return self.slabs[which] + (self.tails[which] > 0)
+        """Counts the slabs of columns that TMA copies of queries "q", keys "k", values "v" or output cotangents "do"."""
+        count = self.parts[1] if name == "k" else of_operand(name, self.slabs)
+        return count + (of_operand(name, self.tails) > 0)
 
     def _slabs_and_tails(self, halves: int) -> dict[str, Any]:
         """Describes operands in slabs of columns. Keys have all parts that dQ has, with 0 behind the last column."""
@@ -532,7 +537,7 @@ class BackwardGeometry(AttentionGeometry):
         places |= {"q": (stages, slabs, rows), "do": (stages_do, value_slabs, rows)}
         for name, place in places.items():
             memory[name] = self._in_two_views(*place, ROWS)
-            if tail := self.tails[0 if name in "qk" else 1]:
+            if tail := of_operand(name, self.tails):
                 memory[f"{name}_tail"] = self._in_two_views(place[0], 1, place[2], tail)
         return memory
 
@@ -554,10 +559,10 @@ class BackwardGeometry(AttentionGeometry):
         """Describes the place for the bias of a step: queries are rows, as in global memory."""
         if not self.config.stages_bias:
             return {}
-        slabs = self.config.block_q // ROWS
+        chunks = self.config.block_q // ROWS
         return {
-            "bias": self._tiles(halves, slabs, ROWS, ROWS),
-            "bias_full": plgpu.Barrier(num_arrivals=halves * slabs),
+            "bias": self._tiles(halves, chunks, ROWS, ROWS),
+            "bias_full": plgpu.Barrier(num_arrivals=halves * chunks),
             "bias_empty": plgpu.Barrier(num_arrivals=halves),
         }
 

@@ -114,6 +114,11 @@ def lay_out(
     return arrays, records
 
 
+def of_operand(name: str, pair: Sequence[Any]) -> Any:
+    """Returns the first of a pair for queries "q" and keys "k", the second for values "v", output "o" and cotangents "do"."""
+    return pair[0 if name[0] in "qk" else 1]
+
+
 def tail_of(size: int) -> int:
     """Returns the columns of a head size's last slab if it is narrower than `SWIZZLED`, or 0 if all slabs are as wide.
 
@@ -200,7 +205,7 @@ def pair_terms(left: Sequence[Any], right: Sequence[Any]) -> list[tuple[Any, Any
 def hidden_zero(step, use: int):
     """Returns 0 in a form that the compiler cannot fold, a different one for each use.
 
-    It then recomputes addresses instead of keeping them in registers.
+    It then recomputes addresses instead of keeping them in registers. Nor does tracing compare an index with an array's end.
     """
     return lax.shift_right_arithmetic(step, jnp.int32(31 - use))
 

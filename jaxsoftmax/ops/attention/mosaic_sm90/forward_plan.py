@@ -26,6 +26,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     AttentionGeometry,
     GlobalOperand,
     in_two_views,
+    of_operand,
     shapes_of,
     tail_of,
 )
@@ -334,10 +335,10 @@ class ForwardGeometry(AttentionGeometry):
 
     @property
     def takes_tails(self) -> bool:
-        """True if heads have a tail where their size allows it: plain operands of 16 bits, and many rows, do."""
-        config = self.config
-        is_plain = not config.has_terms and not config.byte_stages and self.pages is None
-        return is_plain and self.rows.heads_per_query == 1 and max(self.query[2], self.value_size) <= WIDEST
+        """True if heads may have a tail: operands of 16 bits, neither paged nor decoded, do, up to `WIDEST`."""
+        is_plain = not self.config.has_terms and not self.config.byte_stages and self.pages is None
+        is_decoded = isinstance(self.rows, FoldedRows)
+        return is_plain and not is_decoded and max(self.query[2], self.value_size) <= WIDEST
 
     @property
     def hides_in_first_block_alone(self) -> bool:
@@ -358,9 +359,7 @@ class ForwardGeometry(AttentionGeometry):
             f"{config.consumers} consumer {'warpgroups' if config.consumers > 1 else 'warpgroup'}",
             f"{self.splits} {'splits' if self.splits > 1 else 'split'}",
         ]
-        if any(self.tails):
-            slabs = " and ".join(f"{size - tail} + {tail}" for size, tail in zip(self.sizes, self.tails, strict=True))
-            parts.append(f"{slabs} columns")
+        parts += ["{} and {} columns".format(*self.sizes)] if any(self.tails) else []
         parts += ["each half of the values in its own tiles"] if self.value_parts > 1 else []
         parts += ["guessed maxima"] if config.correction is not None else []
         parts += ["keys and values split before"] if config.copies_terms else []
@@ -458,14 +457,13 @@ class ForwardGeometry(AttentionGeometry):
 
     def count_slabs(self, letter: str) -> int:
         """Counts the slabs of columns of queries "q", keys "k", values "v" or the output "o", with a tail."""
-        which = 0 if letter[0] in "qk" else 1
-        return self.slabs[which] + (self.tails[which] > 0)
+        return of_operand(letter, self.slabs) + (of_operand(letter, self.tails) > 0)
 
     def _slots_of(self, letter, n_stages, rows, **options) -> dict[str, Any]:
         """Describes the slots of one operand, and those of its tail, by name."""
-        which = 0 if letter[0] in "qk" else 1
-        tail, size = self.tails[which], self.sizes[which] - self.tails[which]
-        memory = {letter: self._slots(n_stages, rows, size, self.slabs[which], **options)}
+        tail = of_operand(letter, self.tails)
+        size, slabs = of_operand(letter, self.sizes) - tail, of_operand(letter, self.slabs)
+        memory = {letter: self._slots(n_stages, rows, size, slabs, **options)}
         if tail:
             memory[f"{letter}_tail"] = self._slots(n_stages, rows, tail, 1, **options)
         return memory
