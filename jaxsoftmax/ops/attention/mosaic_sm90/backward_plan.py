@@ -188,7 +188,7 @@ class BackwardGeometry(AttentionGeometry):
         sizes = self.query[2], self.value_size
         tails = tail_of(sizes[0]), tail_of(sizes[1])
         # XLA splits float32 into terms in whole tiles. With roles or turns results leave by way of keys and values in tiles.
-        in_slabs = any(tails) and self.n_terms == 1 and not config.roles and not self.is_deterministic
+        in_slabs = comes_in_slabs(*sizes) and self.n_terms == 1 and not config.roles and not self.is_deterministic
         if not in_slabs:
             tails = 0, 0
         slabs = pl.cdiv(sizes[0] - tails[0], ROWS), pl.cdiv(sizes[1] - tails[1], ROWS)
@@ -575,6 +575,11 @@ class BackwardGeometry(AttentionGeometry):
 def tile_transforms(dtype: Any) -> tuple[Any, ...]:
     """Returns the transforms of an array in shared memory that tensor cores read."""
     return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
+
+
+def comes_in_slabs(head_size: int, value_size: int) -> bool:
+    """Tells whether operands of 16 bits should come in slabs: if a head has a tail."""
+    return tail_of(head_size) > 0 or tail_of(value_size) > 0
 
 
 def _varies(types) -> bool:
