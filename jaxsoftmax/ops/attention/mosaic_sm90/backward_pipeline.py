@@ -214,13 +214,16 @@ class BackwardRole:
         """Lists the terms of an operand in shared memory, the high one first; one of 16 bits is one term."""
         return [self.memory[name].at[(term, *place)] for term in range(self.geometry.n_terms)]
 
-    def slabs(self, name, place) -> list[list[Any]]:
-        """Lists the slabs of columns of an operand in shared memory, each as the list of its terms."""
+    def slabs(self, name, place, view=1) -> list[list[Any]]:
+        """Lists the slabs of columns of an operand in shared memory, each as the list of its terms.
+
+        `view` is 1 for tiles, and 0 for slabs as TMA copies them: see `in_two_views`.
+        """
         if not self.geometry.in_slabs:
             return [self.terms(name, place)]
         tail, count = self.memory.get(f"{name}_tail"), of_operand(name, self.geometry.slabs)
-        slabs = [[views_of(self.memory[name])[1].at[place, i]] for i in range(count)]
-        return slabs if tail is None else [*slabs, [views_of(tail)[1].at[place, 0]]]
+        slabs = [[views_of(self.memory[name])[view].at[place, i]] for i in range(count)]
+        return slabs if tail is None else [*slabs, [views_of(tail)[view].at[place, 0]]]
 
     def part_of_keys(self, half, part) -> list[Any]:
         """Lists the terms of the keys that a part of the columns of dQ is multiplied with."""
@@ -673,31 +676,47 @@ class BackwardConsumer(BackwardRole):
         if "dk" not in self.refs or self.geometry.n_terms > 1:
             self._store_float32(tile, kept_factor, dv, dk)
             return
+        results = {"dv": (kept_factor, dv), "dk": (self.geometry.scale, dk)}
+        scaled = {name: factor * total for name, (factor, total) in results.items() if total is not None}
         if self.geometry.stages_results:
-            self._store_staged(tile, dv=kept_factor * dv, dk=self.geometry.scale * dk)
-            return
-        geometry, memory, dtype, width = self.geometry, self.memory, self.geometry.dtype, self.geometry.part_size
+            self._store_staged(tile, **scaled)
+        else:
+            self._store_in_place(tile, **scaled)
+
+    def _store_in_place(self, tile, **results):
+        """Stores dV and dK in 16 bits by way of the place of values and keys."""
+        geometry = self.geometry
         half = 0 if geometry.config.roles else self.index
-        (v,) = self.terms("v", half)
-        parts = [(part, columns) for part in range(geometry.parts[1]) if (columns := geometry.columns_of_part(part))]
-        _meet()  # both consumers have read keys and values, in whose place the results go
-        if dv is not None:
-            v[...] = (kept_factor * dv).astype(dtype)
-        if dk is not None:
-            for part, columns in parts:
-                (k,) = self.terms("k", half, part)
-                k[:, :columns] = (geometry.scale * dk[:, part * width : part * width + columns]).astype(dtype)
+        places = [(name, *place) for name in results for place in self._places_of_result(name, half)]
+        _meet()  # both consumers have read keys and values
+        for name, start, tiled, _ in places:
+            tiled[...] = results[name][:, start : start + tiled.shape[1]].astype(geometry.dtype)
         plgpu.commit_smem()
         rows = pl.ds(tile.block * geometry.block_kv + half * ROWS, ROWS)
-        if dv is not None:
-            plgpu.copy_smem_to_gmem(v, self.refs["dv"].at[tile.b, rows, tile.head])
-        if dk is not None:
-            for part, columns in parts:
-                (k,) = self.terms("k", half, part)
-                start = (part if columns == width else part + hidden_zero(tile.block, 0)) * width  # TMA clips it
-                plgpu.copy_smem_to_gmem(k, self.refs["dk"].at[tile.b, rows, tile.head, pl.ds(start, width)])
+        for name, start, _, copied in places:
+            columns = pl.ds(self._clipped(start, copied.shape[1], self.refs[name].shape[-1], tile), copied.shape[1])
+            plgpu.copy_smem_to_gmem(copied, self.refs[name].at[tile.b, rows, tile.head, columns])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(memory["kv_empty"])
+        plgpu.barrier_arrive(self.memory["kv_empty"])
+
+    def _places_of_result(self, name, half):
+        """Yields first column, place in tiles, and the same place as TMA copies it, for dV in values and dK in keys."""
+        geometry, letter = self.geometry, name[1]
+        if geometry.in_slabs:
+            for i, ((tiled,), copied) in enumerate(zip(self.slabs(letter, half), self.slabs(letter, half, 0), strict=True)):
+                yield i * ROWS, tiled, *copied
+        elif name == "dv":
+            (v,) = self.terms("v", half)
+            yield 0, v, v
+        else:
+            for part in range(geometry.parts[1]):
+                if columns := geometry.columns_of_part(part):
+                    (k,) = self.terms("k", half, part)
+                    yield part * geometry.part_size, k.at[:, :columns], k
+
+    def _clipped(self, start, width, size, tile):
+        """Returns the first of some columns. If these go beyond `size`, where TMA clips them, tracing must not know it."""
+        return start if start + width <= size else (start // width + hidden_zero(tile.block, 0)) * width
 
     def _store_staged(self, tile, **results):
         """Stores dV and dK in 16 bits by way of the place of dQ, in tiles of 64 columns."""
@@ -712,10 +731,8 @@ class BackwardConsumer(BackwardRole):
                 tiles[i] = results[name][:, column : column + ROWS].astype(self.geometry.dtype)
             plgpu.commit_smem()
             for i, (name, column) in staged:
-                if self.geometry.in_slabs:  # a slab behind the last column must not be known while tracing
-                    column = column + hidden_zero(tile.block, 0)
-                place = tile.b, rows, tile.head, pl.ds(column, ROWS)
-                plgpu.copy_smem_to_gmem(untiled.at[i], self.refs[name].at[place])
+                start = self._clipped(column, ROWS, self.refs[name].shape[-1], tile)
+                plgpu.copy_smem_to_gmem(untiled.at[i], self.refs[name].at[tile.b, rows, tile.head, pl.ds(start, ROWS)])
 
     def _add_to_keys(self, tile, kept_factor, dv, dk):
         """Adds dV and dK of a query head, or of a slice of a tile, to those of others, in float32.

@@ -187,8 +187,8 @@ class BackwardGeometry(AttentionGeometry):
         passes_both = config.roles and self.bias_gradient is not BiasGradient.NONE and self.soft_cap is not None
         sizes = self.query[2], self.value_size
         tails = tail_of(sizes[0]), tail_of(sizes[1])
-        # XLA splits float32 into terms in whole tiles. With roles or turns results leave by way of keys and values in tiles.
-        in_slabs = comes_in_slabs(*sizes) and self.n_terms == 1 and not config.roles and not self.is_deterministic
+        # XLA splits float32 into terms in whole tiles. With roles, above 128, steps of 64 add at most a third to the columns.
+        in_slabs = comes_in_slabs(*sizes) and self.n_terms == 1 and not config.roles
         if not in_slabs:
             tails = 0, 0
         slabs = pl.cdiv(sizes[0] - tails[0], ROWS), pl.cdiv(sizes[1] - tails[1], ROWS)
