@@ -32,6 +32,9 @@ In float32 each operand is two terms of bfloat16, and a product is three of thei
 heads of up to 64 each consumer then adds dQ of its own 64 keys, and need not wait for the other. With heads of up to 128
 consumers share 64 keys, and dS' takes the place of P' as it does in a cluster.
 
+Products have as many columns as heads, in steps of 64, and keys may have others than values. A head of 65 to 96 columns has
+a slab of 64 and a tail of 16 or 32: see `tail_of`. dQ alone has all columns of the configuration, with 0 behind the last one.
+
 TMA writes in another proxy than loads read in. A barrier alone does not order a load before the copy that it allows, and ptxas
 does not wait for the load. Behind stores to global memory loads took longer than the next copy: one run in seven of float32
 gradients had a wrong delta in the first step of some tile (H100). So consumers free a stage behind an instruction that needs
@@ -44,7 +47,7 @@ products run, as loads take long. Segments of queries are loaded where a step is
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -699,12 +702,12 @@ class BackwardConsumer(BackwardRole):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(self.memory["kv_empty"])
 
-    def _places_of_result(self, name, half):
+    def _places_of_result(self, name, half) -> Iterator[tuple[int, Any, Any]]:
         """Yields first column, place in tiles, and the same place as TMA copies it, for dV in values and dK in keys."""
         geometry, letter = self.geometry, name[1]
         if geometry.in_slabs:
             for i, ((tiled,), copied) in enumerate(zip(self.slabs(letter, half), self.slabs(letter, half, 0), strict=True)):
-                yield i * ROWS, tiled, *copied
+                yield i * ROWS, tiled, copied[0]
         elif name == "dv":
             (v,) = self.terms("v", half)
             yield 0, v, v

@@ -205,7 +205,7 @@ def pair_terms(left: Sequence[Any], right: Sequence[Any]) -> list[tuple[Any, Any
 def hidden_zero(step, use: int):
     """Returns 0 in a form that the compiler cannot fold, a different one for each use.
 
-    It then recomputes addresses instead of keeping them in registers. Nor does tracing compare an index with an array's end.
+    It then recomputes addresses instead of keeping them in registers. Tracing cannot compare an index with an array's end.
     """
     return lax.shift_right_arithmetic(step, jnp.int32(31 - use))
 

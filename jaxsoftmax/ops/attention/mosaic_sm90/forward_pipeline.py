@@ -11,6 +11,9 @@ Consumers hand the tensor cores over to each other (ping-pong): while one multip
 With a `Correction` the weights of a step are a guess: `m` is that of the key blocks before, so that no weight waits for the
 maximum. If a sum of weights is too large then, `m` follows, and the step's weights are computed again (`_corrected`).
 
+Columns of heads come in slabs of 64 where TMA has to clip them, and a last one may be narrower: see `tail_of`. Each slab is a
+product of its own, of queries and keys and of weights and values.
+
 A score is multiplied by `scale * log2(e)` and the maximum subtracted in one multiply-add. Key blocks that all rows see are not
 masked. In the others the column of each score, which is a constant, is compared with the limits of its row. Masks and biases
 are read from global memory in their own shape: a bias by each thread for its scores; a mask, a step before it is needed, in
