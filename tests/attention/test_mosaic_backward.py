@@ -1185,6 +1185,21 @@ def test_products_leave_out_columns_that_no_head_has(sizes, columns, in_global_m
         assert of_sizes(*sizes, "float32").columns == tuple(-(-size // 64) * 64 for size in sizes)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "deterministic", "expected"),
+    [
+        ((64, 64), False, [True, True]),  # of other queries
+        ((80, 80), False, [True, True]),
+        ((64, 128), False, [True, False]),
+        ((40, 80), False, [True, False]),
+        ((40, 80), True, [True, True]),
+    ],
+)
+def test_consumers_make_no_part_of_dq_that_has_no_columns(sizes, deterministic, expected):
+    plan = of_sizes(*sizes, "bfloat16", deterministic)
+    assert [HalfConsumer(plan, {}, {}, {}, index).makes_dq for index in range(2)] == expected
+
+
 def assert_are_as_large(refs):
     """Fails unless the arrays of a union have the same bytes of each consumer."""
     assert len({ref.shape[0] for ref in refs}) == 1

@@ -532,9 +532,18 @@ class BackwardConsumer(BackwardRole):
                 queries = [q.at[:, part * width : part * width + columns].T for q in terms]
                 self.multiply(s_acc, [k.at[:, :columns] for k in self.terms("k", half, part)], queries)
 
+    @property
+    def makes_dq(self) -> bool:
+        """True if the consumer makes a part of dQ. In a cluster, and where warps add in turns, all do, if only of zeros."""
+        _, part = self.part_of_dq(self.index)
+        return self.geometry.is_paired or self.geometry.is_deterministic or self.geometry.columns_of_part(part) > 0
+
     def with_dq(self, current, multiply):
-        """Returns `multiply(dq_acc)`, given an accumulator for dQ of the step before, or None in the first step of a tile."""
-        if current.is_first:
+        """Returns `multiply(dq_acc)`, given an accumulator for dQ of the step before.
+
+        It is None in the first step of a tile, and for a consumer that makes no part of dQ.
+        """
+        if current.is_first or not self.makes_dq:
             return multiply(None)
         return pl.run_scoped(multiply, plgpu.ACC((ROWS, self.geometry.part_size), jnp.float32))
 
@@ -618,6 +627,8 @@ class BackwardConsumer(BackwardRole):
         """Adds the consumer's part of dQ of the last step of a tile."""
         if not self.geometry.config.separate_dq:
             plgpu.barrier_wait(self._step_done(1 - self.index, step))
+        if not self.makes_dq:
+            return
 
         def multiply(dq_acc):
             self.multiply_derivatives(dq_acc, step)
@@ -650,9 +661,11 @@ class BackwardConsumer(BackwardRole):
     def add(self, tile, step, head, block, dq, *, is_empty=False) -> None:
         """Adds the consumer's part of dQ of a step to global memory, or gives it to the warps that do in the order of turns.
 
-        `is_empty` says that what was staged before is known to have left.
+        `dq` is None if the consumer makes no part. `is_empty` says that what was staged before is known to have left.
         """
         geometry = self.geometry
+        if dq is None:
+            return
         width = geometry.part_size // geometry.config.pieces
         for piece in range(geometry.config.pieces):
             if piece or not is_empty:
