@@ -325,6 +325,13 @@ DETERMINISTIC += [f"bias of all entries, lengths, size {size}" for size in (64, 
 DETERMINISTIC += ["bias (1,4,130,201) float32", "bias (2,1,130,201) bfloat16", "bias (2,4,1,200) float32"]
 
 
+def test_the_public_function_takes_every_case_of_derivatives_that_runs_natively():
+    for make in (OWN | CUT | ALTERNATING).values():
+        given, options = make("bfloat16")
+        moving, fixed = split(given)
+        jax.eval_shape(forward.function(options, fixed), moving)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("kind", "deterministic", "dtype"),

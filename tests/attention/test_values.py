@@ -215,6 +215,14 @@ def test_native_kernels_take_random_combinations(name, call):
 # Native, in the shapes that a kernel has to cut up.
 
 
+def test_the_public_function_takes_every_case_that_runs_natively():
+    """A case that it refuses would fail on a GPU alone."""
+    for make in (FEATURES | IN_SHAPES).values():
+        given, options = make("bfloat16")
+        moving, fixed = split(given)
+        jax.eval_shape(function(options, fixed), moving)
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("kind", IN_SHAPES)
@@ -1361,7 +1369,7 @@ def make_mesh(kind, shape=(2, 2), names=("data", "model")):
 
 
 def placed(array, mesh, spec):
-    """`array` sharded as far as it varies."""
+    """Shards an array along its axes that are longer than 1."""
     spec = (*spec, *(None,) * (array.ndim - len(spec)))
     return jax.device_put(
         array, NamedSharding(mesh, P(*(dim if size > 1 else None for dim, size in zip(spec, array.shape, strict=True))))
@@ -1369,7 +1377,7 @@ def placed(array, mesh, spec):
 
 
 def on_mesh(key_heads, heads=4, length=9, keys=11):
-    """In float64, in which programs for one device and for several differ in no more than rounding."""
+    """Returns operands in float64. Programs for one device and for several differ by rounding alone then."""
     given = arrays((4,), length, keys, heads, key_heads, size=8, dtype="float64")
     bias, sinks = random((1, heads, length, keys), "bias", dtype="float64"), random((heads,), "bias", dtype="float64")
     return given | {"bias": bias, "sinks": sinks}
@@ -1416,7 +1424,7 @@ HEADS = P(None, "model")
 
 
 def on_both_meshes(quick_on, *others):
-    """Both kinds of axes, of which all but `quick_on` are slow."""
+    """Returns a case for each kind of axes. The one that is not `quick_on` is slow."""
     both = (AxisType.Auto, AxisType.Explicit)
     return [pytest.param(*others, kind, marks=cases.slow_unless(kind == quick_on)) for kind in both]
 
@@ -1769,7 +1777,7 @@ def test_a_sink_that_outweighs_the_scores_has_the_gradient_of_what_they_add(sink
 
     sinks = np.full(1, sink, np.float32)
     expected = -np.exp(np.float64(score) - sink)
-    # The weight's own unit, that of its score's size, and those of the lse that was saved.
+    # Units in the last place of the weight, of its score, and of the log-sum-exp that was saved.
     unit = (8 + 3 * abs(score - sink) + 8 * abs(score) + 8 * (abs(sink) + 1)) * oracle.EPS
     np.testing.assert_allclose(jax.grad(f)(sinks)[0], expected, rtol=unit, atol=0)
     np.testing.assert_allclose(jax.jvp(f, (sinks,), (np.ones(1, np.float32),))[1], expected, rtol=unit, atol=0)
