@@ -159,8 +159,9 @@ class BackwardGeometry(AttentionGeometry):
     part_size: int = field(init=False)  # columns of dQ that a consumer makes
     # Columns of queries and keys, and of values and output cotangents, in products. XLA pads operands to them, except in slabs.
     columns: tuple[int, int] = field(init=False)
-    # True if either has a tail: see `tail_of`. Both come in slabs of 64 columns and a tail then, which TMA clips at the last
-    # column. Else columns are a multiple of 64.
+    # True if either is no multiple of 64. Both come in slabs of 64 columns then, and some in a tail (see `tail_of`), which TMA
+    # clips at the last column: 4096 causal tokens and 18 heads of 112 take 1826 us so, forward and backward, and 2052 us if XLA
+    # pads them (H200).
     in_slabs: bool = field(init=False)
     slabs: tuple[int, int] = field(init=False)  # of either, without the tail; one of all columns if they are not in slabs
     tails: tuple[int, int] = field(init=False)  # columns of the tail of either, or 0
@@ -188,7 +189,7 @@ class BackwardGeometry(AttentionGeometry):
         sizes = self.query[2], self.value_size
         tails = tail_of(sizes[0]), tail_of(sizes[1])
         # XLA splits float32 into terms in whole tiles. With roles, above 128, steps of 64 add at most a third to the columns.
-        in_slabs = comes_in_slabs(*sizes) and self.n_terms == 1 and not config.roles
+        in_slabs = any(size % ROWS for size in sizes) and self.n_terms == 1 and not config.roles
         if not in_slabs:
             tails = 0, 0
         slabs = pl.cdiv(sizes[0] - tails[0], ROWS), pl.cdiv(sizes[1] - tails[1], ROWS)
@@ -575,11 +576,6 @@ class BackwardGeometry(AttentionGeometry):
 def tile_transforms(dtype: Any) -> tuple[Any, ...]:
     """Returns the transforms of an array in shared memory that tensor cores read."""
     return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
-
-
-def comes_in_slabs(head_size: int, value_size: int) -> bool:
-    """Tells whether operands of 16 bits should come in slabs: if a head has a tail."""
-    return tail_of(head_size) > 0 or tail_of(value_size) > 0
 
 
 def _varies(types) -> bool:

@@ -181,7 +181,7 @@ def forward_config(
       value_size: head size of values.
       window: numbers of keys before and after its own position that a query sees.
       dtype: dtype of the queries.
-      guesses: consumers guess that maxima do not follow, except those of float32 and of two head sizes above 128.
+      guesses: consumers guess that maxima do not follow, except those of float32.
       copies_terms: XLA splits float32 keys and values into terms.
       is_crowded: some of `CROWDING` are among the operands. Only float32 heeds it: the others do not guess then.
     """
@@ -198,9 +198,9 @@ def forward_config(
         # Queries of 512, keys and a half of the values take 224 KiB. The output goes where the queries were if it fits there.
         return ForwardConfig(2, 64, 1 if head_size > WIDEST else 2, own_output=sizes[0] < sizes[1], ping_pong=False)
     # Ping-pong costs more than it gives above head size 128, and at 64 without a window and guesses.
-    if max(sizes) > 128 and sizes[0] != sizes[1]:
-        return ForwardConfig(2, 64, 2, ping_pong=False)
     from_scores, from_product = (Correction.FROM_SCORES, Correction.FROM_PRODUCT) if guesses else (None, None)
+    if max(sizes) > 128 and sizes[0] != sizes[1]:
+        return ForwardConfig(2, 64, 2, ping_pong=False, correction=from_scores)
     if max(sizes) <= 64:
         ping_pong = window != (None, None) or from_product is not None
         return ForwardConfig(3, 128, 4, registers=(32, 160), ping_pong=ping_pong, correction=from_product)
