@@ -546,6 +546,24 @@ def test_interpreted_cotangents_of_heads_with_a_tail(call):
     check_interpreted(kind, size, value_size, "bfloat16", deterministic, key_heads=key_heads)
 
 
+@pytest.mark.parametrize(
+    "call",
+    quick(
+        [
+            (kind, *sizes, order)
+            for kind in INTERPRETED
+            for sizes in [(40, 40), (112, 104), (36, 20)]
+            for order in (False, True)
+        ],
+        [("causal", 112, 104, False), ("segments, causal", 40, 40, True), ("bias, soft cap", 36, 20, False)],
+    ),
+    ids=str,
+)
+def test_interpreted_cotangents_of_heads_that_tma_clips(call):
+    kind, size, value_size, deterministic = call
+    check_interpreted(kind, size, value_size, "bfloat16", deterministic)
+
+
 UNEQUAL = [
     (kind, *sizes, "bfloat16", deterministic)
     for kind, deterministic in itertools.product(("bias", "bias, soft cap"), (False, True))

@@ -159,6 +159,29 @@ def test_the_last_slab_of_a_head_is_as_narrow_as_its_columns_allow(size, tail):
     assert ("columns" in geometry.describe()) == (tail > 0)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "on_chip", "widths"),
+    [
+        ((32, 32), (32, 32), (32, 32)),
+        ((64, 96), (64, 96), (64, 32)),
+        ((160, 160), (160, 160), (32, 32)),
+        ((192, 128), (192, 128), (64, 64)),
+        ((192, 160), (192, 192), (64, 64)),  # the output takes the place of the queries
+        ((80, 96), (80, 96), (64, 64)),  # slabs with a tail
+        ((112, 112), (128, 128), (64, 64)),
+    ],
+)
+def test_heads_of_a_multiple_of_32_have_whole_tiles(sizes, on_chip, widths):
+    def geometry_of(keys):
+        return make_plan(primitive.ATTENTION, operands((), 640, keys, 2, 2, *sizes)).geometry
+
+    geometry = geometry_of(1000)
+    assert (geometry.sizes, geometry.widths) == (on_chip, widths)
+    assert geometry.is_ragged == (on_chip != sizes or any(geometry.tails))
+    assert geometry.widths == (64, 64) or geometry.n_products == 1
+    assert geometry_of(999).widths == (64, 64)  # TMA has to clip slabs
+
+
 OTHERS = [operands((), 640, 999, 2, 2, 80, dtype="float32"), *(operands((), 3, 999, 8, n, 80) for n in (2, 8))]
 
 
@@ -1088,11 +1111,24 @@ def test_interpreted_values(kind, size, dtype, multiprocessors):
     [
         pytest.param(kind, sizes, marks=cases.slow_unless(sizes[0] == sizes[1] and (place + step) % 3 == 0))
         for place, kind in enumerate(INTERPRETED)
-        for step, sizes in enumerate([(80, 80), (96, 96), (160, 160), (80, 96), (96, 64), (64, 80), (224, 224)])
+        for step, sizes in enumerate([(80, 80), (88, 88), (152, 152), (80, 96), (88, 64), (64, 80), (216, 216)])
     ],
     ids=str,
 )
 def test_interpreted_values_of_heads_with_a_tail(kind, sizes):
+    check_interpreted(kind, *sizes, "bfloat16", 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        pytest.param(kind, sizes, marks=cases.slow_unless((place + step) % 6 == 0))
+        for place, kind in enumerate(INTERPRETED)
+        for step, sizes in enumerate([(96, 96), (160, 160), (224, 224), (32, 32), (64, 96), (96, 64)])
+    ],
+    ids=str,
+)
+def test_interpreted_values_of_heads_of_a_multiple_of_32(kind, sizes):
     check_interpreted(kind, *sizes, "bfloat16", 1)
 
 

@@ -418,7 +418,7 @@ def test_native_values_in_pages(page, kind, of_pages, size):
         ({"length": 1}, False),
         ({"length": 40}, False),
         ({"length": 65}, True),  # many rows: XLA converts keys and values to bfloat16 before
-        ({"length": 16, "heads": 15, "key_heads": 3, "size": 256, "keys": 1024}, False),  # some rows are copied, others in place
+        ({"length": 16, "heads": 15, "key_heads": 3, "size": 256, "keys": 1024}, False),  # copied, and in place
         ({"length": 16, "heads": 12, "key_heads": 3, "size": 256, "keys": 1024}, False),
         ({"length": 1, "size": 192, "value_size": 256}, False),
         ({"length": 1, "size": 36, "value_size": 20}, True),  # XLA converts and pads

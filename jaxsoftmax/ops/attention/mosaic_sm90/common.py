@@ -25,6 +25,7 @@ LAYOUT = plgpu.Layout.WGMMA
 ROW_LAYOUT, COL_LAYOUT = LAYOUT.reduce(1), LAYOUT.reduce(0)
 ROWS = 64  # rows of a product of the tensor cores, which a warpgroup holds
 SWIZZLED = 64  # columns of 16 bits that a swizzled tile of shared memory has: 128 bytes
+NARROW = 32  # columns of a tile with a swizzle of 64 bytes
 
 
 class Arithmetic(NamedTuple):

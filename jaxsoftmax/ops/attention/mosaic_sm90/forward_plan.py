@@ -20,6 +20,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     HOST,
     KERNEL,
     LOG2E,
+    NARROW,
     ROWS,
     SWIZZLED,
     Arithmetic,
@@ -199,8 +200,9 @@ def forward_config(
         return ForwardConfig(2, 64, 1 if head_size > WIDEST else 2, own_output=sizes[0] < sizes[1], ping_pong=False)
     # Ping-pong costs more than it gives above head size 128, and at 64 without a window and guesses.
     from_scores, from_product = (Correction.FROM_SCORES, Correction.FROM_PRODUCT) if guesses else (None, None)
+    stages = 3 if max(sizes) <= 192 else 2
     if max(sizes) > 128 and sizes[0] != sizes[1]:
-        return ForwardConfig(2, 64, 2, ping_pong=False, correction=from_scores)
+        return ForwardConfig(2, 64, stages, ping_pong=False, correction=from_scores)
     if max(sizes) <= 64:
         ping_pong = window != (None, None) or from_product is not None
         return ForwardConfig(3, 128, 4, registers=(32, 160), ping_pong=ping_pong, correction=from_product)
@@ -209,7 +211,6 @@ def forward_config(
     # weights of the step before take 224 of a consumer's 240 registers.
     if max(sizes) <= 128:
         return ForwardConfig(2, 128, 2, correction=from_scores)
-    stages = 3 if max(sizes) <= 192 else 2
     return ForwardConfig(2, 64, stages, own_output=False, ping_pong=False, correction=from_scores)
 
 
@@ -289,6 +290,8 @@ class ForwardGeometry(AttentionGeometry):
     is_ragged: bool = field(init=False)  # lengths or head sizes are no multiples of a swizzled tile's: TMA copies slabs
     slabs: tuple[int, int] = field(init=False)  # equal slabs of columns of queries and keys, and of values and the output
     tails: tuple[int, int] = field(init=False)  # columns of a narrower slab behind them, or 0: see `tail_of`
+    # Columns of a swizzled tile of shared memory, for queries and keys and for values and the output: `SWIZZLED` or `NARROW`.
+    widths: tuple[int, int] = field(init=False)
     value_width: int = field(init=False)  # columns of values of one product, except that of the tail
     n_products: int = field(init=False)  # products of the tensor cores that multiply weights and values
     unit: float = field(init=False)  # of `m`, see `online.push_log2`
@@ -298,8 +301,12 @@ class ForwardGeometry(AttentionGeometry):
         (n_rows, heads, size), keys, config = self.query, self.key[0], self.config
         block_q, sizes = ROWS * config.consumers, sizes_on_chip(size, self.value_size)
         blocks_q, key_parts, value_parts = pl.cdiv(n_rows, block_q), halves(size), halves(self.value_size)
-        is_whole = n_rows % 8 == keys % 8 == 0 and sizes == (size, self.value_size // value_parts)
-        tails = (tail_of(size), tail_of(self.value_size)) if self.takes_tails else (0, 0)
+        own_sizes, has_whole_rows = (size, self.value_size // value_parts), n_rows % 8 == keys % 8 == 0
+        widths = SWIZZLED, SWIZZLED
+        if self.fits_columns and has_whole_rows and self._can_be_narrow():
+            sizes, widths = own_sizes, tuple(NARROW if columns % SWIZZLED else SWIZZLED for columns in own_sizes)
+        is_whole = has_whole_rows and sizes == own_sizes
+        tails = (tail_of(size), tail_of(self.value_size)) if self.fits_columns and not is_whole else (0, 0)
         if not config.own_output and tails[0] != tails[1]:  # the output takes the place of the queries, slab by slab
             tails = 0, 0
         wide = tuple(columns - (SWIZZLED if tail else 0) for columns, tail in zip(sizes, tails, strict=True))
@@ -324,6 +331,7 @@ class ForwardGeometry(AttentionGeometry):
             is_ragged=is_ragged,
             slabs=slabs,
             tails=tails,
+            widths=widths,
             value_width=value_width,
             n_products=3 if config.has_terms else wide[1] // value_width + (tails[1] > 0),
             # Scores with a bias may be as large as `finfo.min`: their maximum must not be rounded when it is scaled.
@@ -334,11 +342,21 @@ class ForwardGeometry(AttentionGeometry):
         )
 
     @property
-    def takes_tails(self) -> bool:
-        """True if heads may have a tail: operands of 16 bits, neither paged nor decoded, do, up to `WIDEST`."""
+    def fits_columns(self) -> bool:
+        """True if columns in shared memory may be no multiple of 64: in 16 bits, neither paged nor decoded, up to `WIDEST`."""
         is_plain = not self.config.has_terms and not self.config.byte_stages and self.pages is None
         is_decoded = isinstance(self.rows, FoldedRows)
         return is_plain and not is_decoded and max(self.query[2], self.value_size) <= WIDEST
+
+    def _can_be_narrow(self) -> bool:
+        """Tells whether operands may have as many columns in shared memory as in global memory, in tiles of `NARROW`.
+
+        Slabs with a tail take several products for the output, and whole tiles one: 4096 causal tokens take 356 us so, and 468
+        us with a tail (12 heads of 160); 382 us and 439 us (9 heads of 224), 430 us and 451 us (21 heads of 96; H200). Tiles of
+        16 columns are slower than slabs: 524 us and 448 us (18 heads of 112), 595 us and 503 us (25 heads of 80).
+        """
+        sizes = self.query[2], self.value_size
+        return all(size % NARROW == 0 for size in sizes) and (self.config.own_output or sizes[0] == sizes[1])
 
     @property
     def hides_in_first_block_alone(self) -> bool:
@@ -359,7 +377,8 @@ class ForwardGeometry(AttentionGeometry):
             f"{config.consumers} consumer {'warpgroups' if config.consumers > 1 else 'warpgroup'}",
             f"{self.splits} {'splits' if self.splits > 1 else 'split'}",
         ]
-        parts += ["{} and {} columns".format(*self.sizes)] if any(self.tails) else []
+        is_narrower = self.sizes != sizes_on_chip(self.query[2], self.value_size)
+        parts += ["{} and {} columns".format(*self.sizes)] if is_narrower else []
         parts += ["each half of the values in its own tiles"] if self.value_parts > 1 else []
         parts += ["guessed maxima"] if config.correction is not None else []
         parts += ["keys and values split before"] if config.copies_terms else []
@@ -463,20 +482,20 @@ class ForwardGeometry(AttentionGeometry):
         """Describes the slots of one operand, and those of its tail, by name."""
         tail = of_operand(letter, self.tails)
         size, slabs = of_operand(letter, self.sizes) - tail, of_operand(letter, self.slabs)
-        memory = {letter: self._slots(n_stages, rows, size, slabs, **options)}
+        memory = {letter: self._slots(n_stages, rows, size, slabs, width=of_operand(letter, self.widths), **options)}
         if tail:
             memory[f"{letter}_tail"] = self._slots(n_stages, rows, tail, 1, **options)
         return memory
 
-    def _slots(self, n_stages, rows, size, slabs, dtype=None, box=None, terms=2):
-        """Describes slots of one operand, in tiles as the tensor cores read them."""
-        dtype, tiling = dtype or self.dtype, plgpu.TilingTransform((8, SWIZZLED))
+    def _slots(self, n_stages, rows, size, slabs, width=SWIZZLED, dtype=None, box=None, terms=2):
+        """Describes slots of one operand, in tiles as the tensor cores read them, `width` columns wide."""
+        dtype, tiling = dtype or self.dtype, plgpu.TilingTransform((8, width))
         if self.config.has_terms:
             transforms = tiling, plgpu.SwizzleTransform(2 * SWIZZLED)
             return plgpu.SMEM((n_stages, terms, rows, size), jnp.bfloat16, transforms=transforms)
         if not self.is_ragged:
             shape = (n_stages, rows, size) if slabs == 1 else (n_stages, slabs, rows, size // slabs)
-            return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(SWIZZLED * jnp.dtype(dtype).itemsize)))
+            return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(width * jnp.dtype(dtype).itemsize)))
         shape = tiled = (n_stages, slabs, rows, size // slabs)
         if box is not None:
             shape = (n_stages, slabs, rows // box, box, size // slabs)

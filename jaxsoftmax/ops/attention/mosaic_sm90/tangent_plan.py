@@ -37,7 +37,7 @@ class TangentGeometry(ForwardGeometry):
         return False  # `TangentCopies` copies none
 
     @property
-    def takes_tails(self) -> bool:
+    def fits_columns(self) -> bool:
         return False  # slots of tangents are behind the others
 
     @property
