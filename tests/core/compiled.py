@@ -111,17 +111,19 @@ FEATURES["what tiles depend on"] = lambda *sizes: {
 }
 OPTIONS = {"window": (None, None), "soft_cap": None, "dropout_rate": 0.0, "scale": 0.125}
 PADDED = {64: 40, 128: 80, 192: 136, 256: 200}  # a head size that is padded to each of those on chip
+NARROW = [(32, 32), (96, 96), (160, 160), (224, 224), (64, 96), (96, 192), (224, 128)]  # in tiles of 32 columns
 LARGE = [(512, 512), (440, 440), (384, 384), (320, 512), (512, 64), (64, 512), (200, 512)]  # of queries and keys, and of values
 TANGENTS = ("query key value bias sinks", "query", "key", "value", "query key", "key value", "query value")
 # Queries, and query and key heads. With those of "many that share", float32 keys and values are split before.
 QUERIES = {"many": (300, 4, 2), "many that share": (300, 32, 2), "one": (1, 8, 2)}
+QUERIES |= {"many in whole tiles": (320, 4, 2)}
 QUERIES |= {"few in place": (16, 12, 3), "few": (16, 15, 3), "few of 3 tiles": (48, 8, 2)}
 
 
 def attention_cases() -> Iterator[Case]:
     """Each pair of head sizes with few features, and equal ones, padded or not, with all of them."""
     every = [(size, other) for size in PADDED for other in PADDED]
-    sizes = [*every, *((PADDED[size], PADDED[other]) for size, other in every), *LARGE]
+    sizes = [*every, *((PADDED[size], PADDED[other]) for size, other in every), *LARGE, *NARROW]
     for dtype, (size, value_size) in itertools.product(attention.DTYPES, sizes):
         if max(size, value_size) > attention.MAX_HEAD_SIZE[dtype]:
             continue
@@ -131,6 +133,11 @@ def attention_cases() -> Iterator[Case]:
             is_many = kind.startswith("many")
             if kind == "many that share" and dtype != "float32":
                 continue
+            is_whole, has_whole_sizes = kind == "many in whole tiles", size % 32 == value_size % 32 == 0
+            if is_whole and (dtype == "float32" or not has_whole_sizes):
+                continue
+            if (size, value_size) in NARROW and not is_whole:
+                continue
             for byte in (None, "int8", "float8_e4m3fn"):
                 if byte and (is_many or dtype == "float32" or (size != value_size and byte != "int8")):
                     continue
@@ -139,6 +146,8 @@ def attention_cases() -> Iterator[Case]:
                 if not is_many and feature not in few and (kind, byte) != ("few in place", None):
                     continue
                 yield from _forward(dtype, size, value_size, feature, kind, counts, byte)
+        if (size, value_size) in NARROW:
+            continue
         for feature in features if (size, value_size) in ((64, 64), (128, 128), (256, 256)) else ("plain",):
             for is_deterministic in (False, True):
                 yield from _backward(dtype, size, value_size, feature, is_deterministic)
