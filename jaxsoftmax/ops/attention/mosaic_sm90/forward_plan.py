@@ -299,20 +299,9 @@ class ForwardGeometry(AttentionGeometry):
 
     def __post_init__(self):
         (n_rows, heads, size), keys, config = self.query, self.key[0], self.config
-        block_q, sizes = ROWS * config.consumers, sizes_on_chip(size, self.value_size)
-        blocks_q, key_parts, value_parts = pl.cdiv(n_rows, block_q), halves(size), halves(self.value_size)
-        own_sizes, has_whole_rows = (size, self.value_size // value_parts), n_rows % 8 == keys % 8 == 0
-        widths = SWIZZLED, SWIZZLED
-        if self.fits_columns and has_whole_rows and self._can_be_narrow():
-            sizes, widths = own_sizes, tuple(NARROW if columns % SWIZZLED else SWIZZLED for columns in own_sizes)
-        is_whole = has_whole_rows and sizes == own_sizes
-        tails = (tail_of(size), tail_of(self.value_size)) if self.fits_columns and not is_whole else (0, 0)
-        if not config.own_output and tails[0] != tails[1]:  # the output takes the place of the queries, slab by slab
-            tails = 0, 0
-        wide = tuple(columns - (SWIZZLED if tail else 0) for columns, tail in zip(sizes, tails, strict=True))
-        sizes = wide[0] + tails[0], wide[1] + tails[1]
-        # The output in the place of queries takes whole slabs of theirs.
-        is_whole &= config.own_output or sizes[0] == key_parts * sizes[1]
+        block_q, key_parts, value_parts = ROWS * config.consumers, halves(size), halves(self.value_size)
+        blocks_q = pl.cdiv(n_rows, block_q)
+        wide, tails, widths, is_whole = self._lay_out_columns()
         is_ragged = not config.has_terms and (self.rows.box is not None or not is_whole)  # float32 does not go through TMA
         slabs = (wide[0] // SWIZZLED, wide[1] // SWIZZLED) if is_ragged else (key_parts, 1)
         value_width = wide[1] // slabs[1]
@@ -325,7 +314,7 @@ class ForwardGeometry(AttentionGeometry):
             block_q=block_q,
             blocks_q=blocks_q,
             blocks_kv=pl.cdiv(keys, config.block_kv),
-            sizes=sizes,
+            sizes=(wide[0] + tails[0], wide[1] + tails[1]),
             value_parts=value_parts,
             key_parts=key_parts,
             is_ragged=is_ragged,
@@ -348,15 +337,27 @@ class ForwardGeometry(AttentionGeometry):
         is_decoded = isinstance(self.rows, FoldedRows)
         return is_plain and not is_decoded and max(self.query[2], self.value_size) <= WIDEST
 
-    def _can_be_narrow(self) -> bool:
-        """Tells whether operands may have as many columns in shared memory as in global memory, in tiles of `NARROW`.
+    def _lay_out_columns(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool]:
+        """Returns the columns before a tail, `tails` and `widths`, and whether TMA copies whole tiles: else it copies slabs.
 
-        Slabs with a tail take several products for the output, and whole tiles one: 4096 causal tokens take 356 us so, and 468
-        us with a tail (12 heads of 160); 382 us and 439 us (9 heads of 224), 430 us and 451 us (21 heads of 96; H200). Tiles of
-        16 columns are slower than slabs: 524 us and 448 us (18 heads of 112), 595 us and 503 us (25 heads of 80).
+        Whole tiles, of `NARROW` columns if need be, take one product for the output, and slabs several: 4096 causal tokens take
+        356 us so, and 468 us in slabs with a tail (12 heads of 160); 382 us and 439 us (9 heads of 224), 430 us and 451 us
+        (21 heads of 96; H200). Tiles of 16 columns are slower than slabs: 524 us and 448 us (18 heads of 112), 595 us and
+        503 us (25 heads of 80).
         """
-        sizes = self.query[2], self.value_size
-        return all(size % NARROW == 0 for size in sizes) and (self.config.own_output or sizes[0] == sizes[1])
+        sizes = self.query[2], self.value_size // halves(self.value_size)
+        has_own, has_whole_rows = self.config.own_output, self.query[0] % 8 == self.key[0] % 8 == 0
+        # The output in the place of the queries has slabs and tiles as they have.
+        is_alike = has_own or sizes[0] == halves(self.query[2]) * sizes[1]
+        if self.fits_columns and has_whole_rows and is_alike and all(size % NARROW == 0 for size in sizes):
+            return sizes, (0, 0), tuple(NARROW if size % SWIZZLED else SWIZZLED for size in sizes), True
+        wide = sizes_on_chip(self.query[2], self.value_size)
+        tails = (tail_of(sizes[0]), tail_of(sizes[1])) if self.fits_columns else (0, 0)
+        if not has_own and tails[0] != tails[1]:
+            tails = 0, 0
+        is_whole = has_whole_rows and is_alike and wide == sizes
+        wide = tuple(columns - (SWIZZLED if tail else 0) for columns, tail in zip(wide, tails, strict=True))
+        return wide, tails, (SWIZZLED, SWIZZLED), is_whole
 
     @property
     def hides_in_first_block_alone(self) -> bool:
