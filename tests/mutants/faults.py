@@ -1001,6 +1001,20 @@ FAULTS = (
         "tests/attention/test_mosaic_forward.py -k heads_with_a_tail",
     ),
     Fault(
+        "mosaic attention: an output that is narrower than the queries takes their place",
+        f"{_MOSAIC}/forward_plan.py",
+        "has_whole_rows and is_alike and all(",
+        "has_whole_rows and all(",
+        "tests/attention/test_mosaic_forward.py -k multiple_of_32",
+    ),
+    Fault(
+        "mosaic attention: whole tiles where the last rows would have to be cut off",
+        f"{_MOSAIC}/forward_plan.py",
+        "if self.fits_columns and has_whole_rows and",
+        "if self.fits_columns and",
+        "tests/attention/test_mosaic_forward.py -k multiple_of_32",
+    ),
+    Fault(
         "mosaic attention: columns of values of a tail are added to the first columns",
         f"{_MOSAIC}/forward_pipeline.py",
         "            column += v.shape[1]",
