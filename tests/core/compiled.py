@@ -42,6 +42,7 @@ from jaxsoftmax._gpu.emit import WARP
 from jaxsoftmax._gpu.rows.plan import ColumnPlan
 from jaxsoftmax.ops.attention import mosaic_sm90 as attention
 from jaxsoftmax.ops.attention.mosaic_sm90 import decode
+from jaxsoftmax.ops.attention.mosaic_sm90.common import NARROW
 from jaxsoftmax.ops.attention.primitive import ATTENTION, ATTENTION_JVP, ATTENTION_VJP, PAGED
 from jaxsoftmax.ops.cross_entropy import primitive as cross_entropy_primitive
 from jaxsoftmax.ops.cross_entropy.mosaic_sm90 import losses
@@ -111,7 +112,7 @@ FEATURES["what tiles depend on"] = lambda *sizes: {
 }
 OPTIONS = {"window": (None, None), "soft_cap": None, "dropout_rate": 0.0, "scale": 0.125}
 PADDED = {64: 40, 128: 80, 192: 136, 256: 200}  # a head size that is padded to each of those on chip
-NARROW = [(32, 32), (96, 96), (160, 160), (224, 224), (64, 96), (96, 192), (224, 128)]  # in tiles of 32 columns
+IN_NARROW_TILES = [(32, 32), (96, 96), (160, 160), (224, 224), (64, 96), (96, 192), (224, 128)]
 LARGE = [(512, 512), (440, 440), (384, 384), (320, 512), (512, 64), (64, 512), (200, 512)]  # of queries and keys, and of values
 TANGENTS = ("query key value bias sinks", "query", "key", "value", "query key", "key value", "query value")
 # Queries, and query and key heads. With those of "many that share", float32 keys and values are split before.
@@ -123,7 +124,7 @@ QUERIES |= {"few in place": (16, 12, 3), "few": (16, 15, 3), "few of 3 tiles": (
 def attention_cases() -> Iterator[Case]:
     """Each pair of head sizes with few features, and equal ones, padded or not, with all of them."""
     every = [(size, other) for size in PADDED for other in PADDED]
-    sizes = [*every, *((PADDED[size], PADDED[other]) for size, other in every), *LARGE, *NARROW]
+    sizes = [*every, *((PADDED[size], PADDED[other]) for size, other in every), *LARGE, *IN_NARROW_TILES]
     for dtype, (size, value_size) in itertools.product(attention.DTYPES, sizes):
         if max(size, value_size) > attention.MAX_HEAD_SIZE[dtype]:
             continue
@@ -133,10 +134,10 @@ def attention_cases() -> Iterator[Case]:
             is_many = kind.startswith("many")
             if kind == "many that share" and dtype != "float32":
                 continue
-            is_whole, has_whole_sizes = kind == "many in whole tiles", size % 32 == value_size % 32 == 0
+            is_whole, has_whole_sizes = kind == "many in whole tiles", size % NARROW == value_size % NARROW == 0
             if is_whole and (dtype == "float32" or not has_whole_sizes):
                 continue
-            if (size, value_size) in NARROW and not is_whole:
+            if (size, value_size) in IN_NARROW_TILES and not is_whole:
                 continue
             for byte in (None, "int8", "float8_e4m3fn"):
                 if byte and (is_many or dtype == "float32" or (size != value_size and byte != "int8")):
@@ -146,7 +147,7 @@ def attention_cases() -> Iterator[Case]:
                 if not is_many and feature not in few and (kind, byte) != ("few in place", None):
                     continue
                 yield from _forward(dtype, size, value_size, feature, kind, counts, byte)
-        if (size, value_size) in NARROW:
+        if (size, value_size) in IN_NARROW_TILES:
             continue
         for feature in features if (size, value_size) in ((64, 64), (128, 128), (256, 256)) else ("plain",):
             for is_deterministic in (False, True):

@@ -159,9 +159,9 @@ class BackwardGeometry(AttentionGeometry):
     part_size: int = field(init=False)  # columns of dQ that a consumer makes
     # Columns of queries and keys, and of values and output cotangents, in products. XLA pads operands to them, except in slabs.
     columns: tuple[int, int] = field(init=False)
-    # True if either is no multiple of 64. Both come in slabs of 64 columns then, and some in a tail (see `tail_of`), which TMA
-    # clips at the last column: 4096 causal tokens and 18 heads of 112 take 1826 us so, forward and backward, and 2052 us if XLA
-    # pads them (H200).
+    # True if either head size is no multiple of 64. Both then come in slabs of 64 columns, with a tail if `tail_of` gives one,
+    # and TMA clips the last slab. 4096 causal tokens and 18 heads of 112 take 1826 us so, forward and backward, and 2052 us if
+    # XLA pads them (H200).
     in_slabs: bool = field(init=False)
     slabs: tuple[int, int] = field(init=False)  # of either, without the tail; one of all columns if they are not in slabs
     tails: tuple[int, int] = field(init=False)  # columns of the tail of either, or 0

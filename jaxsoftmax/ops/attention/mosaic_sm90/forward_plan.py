@@ -198,11 +198,8 @@ def forward_config(
     if max(head_size, value_size) > WIDEST:
         # Queries of 512, keys and a half of the values take 224 KiB. The output goes where the queries were if it fits there.
         return ForwardConfig(2, 64, 1 if head_size > WIDEST else 2, own_output=sizes[0] < sizes[1], ping_pong=False)
-    # Ping-pong costs more than it gives above head size 128, and at 64 without a window and guesses.
     from_scores, from_product = (Correction.FROM_SCORES, Correction.FROM_PRODUCT) if guesses else (None, None)
-    stages = 3 if max(sizes) <= 192 else 2
-    if max(sizes) > 128 and sizes[0] != sizes[1]:
-        return ForwardConfig(2, 64, stages, ping_pong=False, correction=from_scores)
+    # Ping-pong costs more than it gives above head size 128, and at 64 without a window and guesses.
     if max(sizes) <= 64:
         ping_pong = window != (None, None) or from_product is not None
         return ForwardConfig(3, 128, 4, registers=(32, 160), ping_pong=ping_pong, correction=from_product)
@@ -211,7 +208,10 @@ def forward_config(
     # weights of the step before take 224 of a consumer's 240 registers.
     if max(sizes) <= 128:
         return ForwardConfig(2, 128, 2, correction=from_scores)
-    return ForwardConfig(2, 64, stages, own_output=False, ping_pong=False, correction=from_scores)
+    # Heads of 192, and 128 of values: 405 us without guesses and with two stages, 361 us with guesses, 350 us with three stages
+    # too (4096 causal tokens, 12 heads, H200). With 256 columns shared memory has no room for a third stage.
+    stages = 3 if max(sizes) <= 192 else 2
+    return ForwardConfig(2, 64, stages, own_output=sizes[0] != sizes[1], ping_pong=False, correction=from_scores)
 
 
 def pays_to_guess(types: Mapping[str, Any], window: Any) -> bool:
@@ -253,7 +253,7 @@ def halves(size: int) -> int:
 
 
 def sizes_on_chip(head_size: int, value_size: int) -> tuple[int, int]:
-    """Returns the columns of keys, and those of the values of a tile, in shared memory if no slab has a tail."""
+    """Returns the columns of keys, and of the values of a tile, in shared memory, in steps of 64: see `_lay_out_columns`."""
     return padded(head_size), padded(value_size) // halves(value_size)
 
 
@@ -338,16 +338,16 @@ class ForwardGeometry(AttentionGeometry):
         return is_plain and not is_decoded and max(self.query[2], self.value_size) <= WIDEST
 
     def _lay_out_columns(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool]:
-        """Returns the columns before a tail, `tails` and `widths`, and whether TMA copies whole tiles: else it copies slabs.
+        """Returns the columns before a tail, `tails`, `widths`, and True if TMA copies whole tiles, False for slabs.
 
-        Whole tiles, of `NARROW` columns if need be, take one product for the output, and slabs several: 4096 causal tokens take
-        356 us so, and 468 us in slabs with a tail (12 heads of 160); 382 us and 439 us (9 heads of 224), 430 us and 451 us
-        (21 heads of 96; H200). Tiles of 16 columns are slower than slabs: 524 us and 448 us (18 heads of 112), 595 us and
-        503 us (25 heads of 80).
+        The output takes one product with whole tiles, which may have `NARROW` columns, and several with slabs. 4096 causal
+        tokens take 356 us with whole tiles, and 468 us with slabs and a tail (12 heads of 160); 382 us and 439 us (9 heads of
+        224); 430 us and 451 us (21 heads of 96; H200). Tiles of 16 columns are slower than slabs: 524 us and 448 us (18 heads
+        of 112), 595 us and 503 us (25 heads of 80).
         """
         sizes = self.query[2], self.value_size // halves(self.value_size)
         has_own, has_whole_rows = self.config.own_output, self.query[0] % 8 == self.key[0] % 8 == 0
-        # The output in the place of the queries has slabs and tiles as they have.
+        # An output that takes the place of the queries has the same slabs or tiles as they.
         is_alike = has_own or sizes[0] == halves(self.query[2]) * sizes[1]
         if self.fits_columns and has_whole_rows and is_alike and all(size % NARROW == 0 for size in sizes):
             return sizes, (0, 0), tuple(NARROW if size % SWIZZLED else SWIZZLED for size in sizes), True
