@@ -6,6 +6,7 @@ python -m benchmarks attention             likewise, attention, and with tangent
 python -m benchmarks attention_gradients   likewise, its forward and backward passes together
 python -m benchmarks attention_sustained   likewise, attention back to back in long turns, with the energy of a call and clocks
 python -m benchmarks attention_cool        likewise, single calls of attention on a GPU that rests between them
+python -m benchmarks score_functions       likewise, attention with score and mask functions beside arguments that mean the same
 python -m benchmarks decoding              likewise, attention of a few queries to the keys of a cache
 python -m benchmarks cross_entropy         likewise, losses from integer labels, and their gradient
 python -m benchmarks linear_cross_entropy  likewise, the loss of a linear layer and its gradients, and their memory
@@ -54,6 +55,7 @@ from benchmarks import (
     nvml,
     reference,
     results,
+    score_functions,
     sharded,
     softmax,
     sustained,
@@ -70,6 +72,7 @@ SUITES: dict[str, Callable[[], list[Cell]]] = {
     "attention_gradients": attention.gradient_cells,
     "attention_sustained": sustained.cells,
     "attention_cool": sustained.cool_cells,
+    "score_functions": score_functions.cells,
     "decoding": decoding.cells,
     "cross_entropy": cross_entropy.cells,
     "linear_cross_entropy": linear_cross_entropy.cells,

@@ -60,6 +60,8 @@ def attention_fn(
     promote_dtype: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None,
     is_causal: bool = False,
     fully_masked_rows: Literal["zero", "mean"] = "zero",
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
     parallel: ContextParallel | None = None,
 ) -> jax.Array:
     """Computes attention with the arguments of `flax.linen.dot_product_attention` and `flax.nnx.dot_product_attention`.
@@ -106,6 +108,9 @@ def attention_fn(
         with `decode=True`: there each call has a single query, whose position would be 0.
       fully_masked_rows: result of a query that sees no key: "zero" (the default), or "mean" for the mean of all values, as
         in Flax. Modules take `functools.partial(attention_fn, fully_masked_rows="mean")`.
+      score_mod: function that changes each score, as in `jaxsoftmax.dot_product_attention`; None (the default) for none.
+        Modules take `functools.partial(attention_fn, score_mod=...)`. It cannot be combined with sown weights or einsums.
+      mask_mod: function that says which queries see which keys, likewise.
       parallel: `jaxsoftmax.ContextParallel` that describes how devices share the sequence; None (the default) leaves the
         choice to the library. `zigzag` and `axis_name` cannot be combined with sown weights or custom einsums.
 
@@ -116,7 +121,7 @@ def attention_fn(
       TypeError: an argument has the wrong type or dtype, is complex, or is traced although it must be concrete.
       ValueError: an argument has a shape or value that does not fit, `einsum_dot_general` is not None, one einsum comes
         without the other or with `precision`, or sown weights or custom einsums come with a `parallel` that sets `zigzag`
-        or `axis_name`.
+        or `axis_name`, or with `score_mod` or `mask_mod`.
 
     Examples:
       >>> import jax
@@ -174,11 +179,16 @@ def attention_fn(
         broadcast_dropout=broadcast_dropout,
         precision=precision,
         fully_masked_rows=fully_masked_rows,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
         parallel=parallel,
     )
     if module is None and qk_attn_weights_einsum is None:
         return attend().astype(result_dtype)
     _refuse_order(_NAME, parallel, "where weights are in memory")
+    for name, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        if function is not None:
+            raise ValueError(f"{_NAME}: {name} must be None where weights are sown or products are custom, got a function")
     jax.eval_shape(attend)  # checks the arguments
     einsum = qk_attn_weights_einsum or functools.partial(
         jnp.einsum, precision=precision, preferred_element_type=accumulator(query.dtype)

@@ -1,8 +1,8 @@
 # Keyword arguments of public functions. Overloads unpack them (PEP 692), so that they need not repeat whole signatures for the
 # type of one bool. Only type checkers read this file: Python 3.12 has no closed TypedDict (PEP 728).
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 from jax import lax
@@ -68,4 +68,6 @@ class AttentionOptions(_ScoreOptions, total=False, closed=True):
     deterministic: bool
     deterministic_gradients: bool
     fully_masked_rows: Literal["zero", "mean"]
+    score_mod: Callable[..., Any] | None
+    mask_mod: Callable[..., Any] | None
     parallel: ContextParallel | None

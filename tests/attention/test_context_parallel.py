@@ -30,14 +30,29 @@ from ..support.attention import values as forward
 def attend(*arrays, **arguments):
     """Calls attention; the fields of a `ContextParallel` may stand among the arguments."""
     fields = {field.name: arguments.pop(field.name) for field in dataclasses.fields(ContextParallel) if field.name in arguments}
+    if (table := arguments.pop("table", None)) is not None:
+        arguments |= functions_of(table)
     return jaxsoftmax.dot_product_attention(*arrays, **arguments, **({"parallel": ContextParallel(**fields)} if fields else {}))
+
+
+def functions_of(table):
+    """Returns a score function with a table of heads and distances, and a mask function, by the names of the arguments."""
+    middle = table.shape[1] // 2
+
+    def score_mod(score, batch, head, query_index, key_index):
+        return score * (1 + 0.1 * batch.astype(score.dtype)) + table[head, query_index - key_index + middle]
+
+    def mask_mod(batch, head, query_index, key_index):
+        return (key_index <= query_index + 2) | ((query_index // 3) % 2 == batch) | (head == 1)
+
+    return {"score_mod": score_mod, "mask_mod": mask_mod}
 
 
 pytestmark = [pytest.mark.usefixtures("hollow_kernels"), pytest.mark.filterwarnings("ignore:.*custom_partitioning.*")]
 X64 = pytest.mark.usefixtures("x64")
 
 DEVICES = 4
-MOVING = ("query", "key", "value", "bias", "sinks")
+MOVING = ("query", "key", "value", "bias", "sinks", "table")
 # Kinds of the mesh axes that a sequence is sharded over: automatic, explicit, or of a shard_map that checks what varies or not.
 KINDS = ("auto", "explicit", "checked", "unchecked")
 COLLECTIVES = ("all-gather", "all-to-all", "collective-permute", "reduce-scatter", "all-reduce")
@@ -87,6 +102,7 @@ FEATURES = {
     "bias of keys": lambda rng, length, keys, heads: ({"bias": numbers(rng, heads, 1, keys)}, {}),
     "bias of queries": lambda rng, length, keys, heads: ({"bias": numbers(rng, 2, 1, length, 1)}, {"is_causal": True}),
     "sinks": lambda rng, length, keys, heads: ({"sinks": numbers(rng, heads)}, {"is_causal": True}),
+    "functions": lambda rng, length, keys, heads: ({"table": numbers(rng, heads, 2 * max(length, keys))}, {}),
     "soft cap": lambda rng, length, keys, heads: ({}, {"logits_soft_cap": 1.5, "is_causal": True}),
     "dropout": lambda rng, length, keys, heads: ({}, {"dropout_rate": 0.3, "dropout_rng": jax.random.key(0)}),
 }
@@ -231,6 +247,10 @@ QUICK = [
     ("explicit", "all_gather", None, SETS[0], 2),
     ("auto", "all_to_all", 2, SETS[2], 2),
     ("unchecked", "all_to_all", None, SETS[1], 2),
+    ("auto", "ring", None, ("functions",), 3),
+    ("checked", "ring", 3, ("functions", "sinks"), 3),
+    ("unchecked", "all_gather", 2, ("functions", "offset"), 2),
+    ("explicit", "all_to_all", 2, ("functions", "lengths"), 2),
 ]
 EVERY = [
     slow(kind, way, n, features, DEVICES)

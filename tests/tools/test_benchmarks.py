@@ -36,6 +36,7 @@ from benchmarks import (
     plot,
     reference,
     results,
+    score_functions,
     sharded,
     softmax,
     sustained,
@@ -2322,3 +2323,21 @@ def test_plot_of_linear_cross_entropy(tmp_path, capsys):
     assert {TWICE, f"10.0{plot.TIMES}"} <= set(words)
     assert any("8192 tokens, hidden size 4096." in word for word in words)
     assert not {"products", "quack"} & set(words)
+
+
+# Score and mask functions.
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("name", score_functions.FUNCTIONS)
+def test_functions_compute_what_is_measured_beside_them(name, backward):
+    options = score_functions.FUNCTIONS[name].options
+    call = attention.Call(
+        2, 160, 4, 64, dtype="float32", backward=backward, **options | ({"window": 40} if "window" in options else {})
+    )
+    cell = score_functions.cell_of(name, call)
+    peers = frozenset({"arguments", "plain", "bias"})
+    run, rows, said = measured(cell, peers=peers)
+    assert not run.problems, said
+    assert len(rows) == 2
+    assert all(row.error is not None and row.error <= 1 for row in rows if row.implementation == "xla")

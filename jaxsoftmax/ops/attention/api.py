@@ -1,6 +1,7 @@
 """Attention, with the signature of `jax.nn.dot_product_attention` and more."""
 
-from typing import TYPE_CHECKING, Literal, Unpack, overload
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jaxsoftmax._core import arguments, sharding
 from jaxsoftmax._core.choose import check_implementation
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
-from jaxsoftmax.ops.attention import checks, primitive
+from jaxsoftmax.ops.attention import checks, primitive, score_functions
 from jaxsoftmax.ops.attention.context_parallel import order
 from jaxsoftmax.ops.attention.context_parallel.settings import ContextParallel, as_context_parallel
 from jaxsoftmax.ops.attention.implementations import ATTENTION_FAMILY
@@ -74,6 +75,8 @@ def dot_product_attention(
     deterministic: bool = False,
     deterministic_gradients: bool = False,
     fully_masked_rows: Literal["zero", "mean"] = "zero",
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
     parallel: ContextParallel | None = None,
     implementation: str | None = None,
     precision: lax.PrecisionLike = None,
@@ -83,19 +86,20 @@ def dot_product_attention(
 
     The signature is that of `jax.nn.dot_product_attention`, with more arguments. The arithmetic is float32 (see `precision`),
     or float64 where the operands are. Derivatives of any order, in forward and reverse mode, exist for `query`, `key`, `value`,
-    `bias`, `sinks`, the scales and a traced `scale`, also through the log-sum-exp. Cotangents of float8_e4m3fn have its few
-    bits; int8 has none.
+    `bias`, `sinks`, the scales, a traced `scale` and arrays that `score_mod` reads, also through the log-sum-exp. Cotangents of
+    float8_e4m3fn have its few bits; int8 has none.
 
-    A query sees the keys that `mask`, `is_causal`, the lengths, the window and the segments all allow, and that `bias` does not
-    exclude with `-inf`. A query that sees no key gives 0 and has zero gradients, unless `fully_masked_rows` says otherwise.
-    Keys and values that no query sees have no effect. On Hopper (implementation "mosaic") hidden values must be finite, and
-    for derivatives hidden queries and keys too: they are multiplied by 0, and NaN or infinity times 0 is NaN.
+    A query sees the keys that `mask`, `mask_mod`, `is_causal`, the lengths, the window and the segments all allow, and that
+    neither `bias` nor `score_mod` excludes with `-inf`. A query that sees no key gives 0 and has zero gradients, unless
+    `fully_masked_rows` says otherwise. Keys and values that no query sees have no effect. On Hopper (implementation "mosaic")
+    hidden values must be finite, and for derivatives hidden queries and keys too: they are multiplied by 0, and NaN or infinity
+    times 0 is NaN.
 
     The arguments by purpose:
 
     - what a query sees: `mask`, `is_causal`, `query_seq_lengths`, `key_value_seq_lengths`, `local_window_size`, `query_offset`,
-      `query_segment_ids`, `key_value_segment_ids`, `fully_masked_rows`
-    - the scores: `scale`, `bias`, `logits_soft_cap`, `sinks`, `precision`
+      `query_segment_ids`, `key_value_segment_ids`, `mask_mod`, `fully_masked_rows`
+    - the scores: `scale`, `score_mod`, `logits_soft_cap`, `bias`, `sinks`, `precision`
     - keys and values in 8 bits: `key_scale`, `value_scale`
     - dropout: `dropout_rate`, `dropout_rng`, `broadcast_dropout`, `deterministic`
     - how it runs: `implementation`, `parallel`, `deterministic_gradients`, `return_residual`
@@ -121,8 +125,8 @@ def dot_product_attention(
       local_window_size: `(left, right)`, the number of keys before and after its own position that a query sees; None in either
         place for all of them; one number for both. A sliding window of n tokens that include the query is `(n - 1, 0)`.
       query_offset: integers `[*batch]`, or one for all, from -2^29 to 2^29: the position of the first query. None for 0. If
-        keys are a cache, it is the number of keys that came before these queries. Only `is_causal` and `local_window_size` use
-        positions.
+        keys are a cache, it is the number of keys that came before these queries. Only `is_causal`, `local_window_size`,
+        `score_mod` and `mask_mod` use positions.
       query_segment_ids: integers `[*batch, T]`. A query sees the keys of its own segment (packed documents). 64-bit integers
         run on the reference.
       key_value_segment_ids: integers `[*batch, S]`. None for the segments of the queries, if T is S.
@@ -144,6 +148,15 @@ def dot_product_attention(
       fully_masked_rows: result of a query that sees no key. `"zero"`: 0. `"mean"`: the mean of all S values of its head, hidden
         values included and without dropout, as in `jax.nn` and Flax; gradients pass to the values alone. Queries after
         `query_seq_lengths` and queries with a sink give 0 either way, and so does every query if S is 0.
+      score_mod: function `score_mod(score, batch, head, query_index, key_index)` that returns the score to use in place of
+        `score`, which is a product times `scale`. `logits_soft_cap` and `bias` come after it, and masks last. All arguments are
+        scalars: the score in float32 (float64 for float64 operands), the others int32. `batch` counts batch entries in
+        row-major order, `head` query heads, `key_index` keys from 0, and `query_index` queries from `query_offset`. The result
+        has the dtype of the score; `-inf` hides the key. The function is traced once, and may use any code of `jax.numpy` and
+        `jax.lax` on scalars. It may read arrays that it closes over, at indices that it computes from its arguments, and
+        floating ones have derivatives. Those of 16 bits add up in float32.
+      mask_mod: function `mask_mod(batch, head, query_index, key_index)` that returns a bool, True where the query sees the key.
+        It is traced likewise. Both functions run on the reference, in tiles.
       parallel: `jaxsoftmax.ContextParallel` that says how devices share the sequence. None where tokens have their own order
         and no `jax.shard_map` shards the sequence: a model then picks the strategy.
       implementation: None for the best implementation for this platform, GPU, shape and dtype; or its name, "mosaic", "triton"
@@ -185,6 +198,14 @@ def dot_product_attention(
       >>> bool(jnp.allclose(out, expected, atol=1e-2))  # on a GPU `jax.nn` multiplies in TF32
       True
 
+      A bias that is learned for each head and distance, as a function:
+
+      >>> table = jnp.zeros((8, 31))
+      >>> def relative(score, batch, head, query_index, key_index):
+      ...     return score + table[head, query_index - key_index + 15]
+      >>> jaxsoftmax.dot_product_attention(query, key, value, score_mod=relative).shape
+      (2, 16, 8, 32)
+
     Source: Dao 2023, arXiv:2307.08691, and Milakov and Gimelshein 2018, arXiv:1805.02867.
     """
     check_implementation(ATTENTION_FAMILY, _NAME, implementation)
@@ -224,7 +245,11 @@ def dot_product_attention(
         operands["seeds"] = jnp.pad(seeds, [(0, 0)] * (seeds.ndim - 1) + [(0, 2)])  # the first query and key have position 0
     window = checks.window(_NAME, local_window_size, is_causal, *lengths, query_offset is not None)
     offset = None if query_offset is None else checks.offset(_NAME, query_offset, batch)
-    if offset is not None and window != (None, None):
+    functions, arrays = score_functions.functions_and_operands(
+        _NAME, accumulator(query.dtype), score_mod, mask_mod, (*batch, heads)
+    )
+    operands |= arrays
+    if offset is not None and (window != (None, None) or functions):
         operands["query_offset"] = offset
     means = fully_masked_rows == "mean" and keys != 0
     options = {
@@ -236,7 +261,7 @@ def dot_product_attention(
         "deterministic_gradients": deterministic_gradients or checks.xla_is_deterministic(),
         "implementation": implementation,
         "return_lse": return_residual or means,
-    }
+    } | functions
     if replicated:
         out, *lse = _over_keys(operands, axes, sequence | options)
     else:

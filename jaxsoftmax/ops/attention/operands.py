@@ -16,10 +16,21 @@ from jaxsoftmax._core.problem import Problem
 
 # A letter stands for an axis: query heads N, key heads K, queries T, keys S, head size H (values may have another one), the
 # four numbers of `seeds` 4 (two words, and the positions of the first query and key), pages P, each with a number S of keys,
-# and the pages of a sequence M.
+# the pages of a sequence M, and the elements of a table E, whose axis N always has size 1.
 _OPERANDS = {"query": "TNH", "key": "SKH", "value": "SKH", "bias": "NTS", "mask": "NTS", "query_lengths": "", "key_lengths": ""}
 _OPERANDS |= {"query_offset": "", "query_segments": "T", "key_segments": "S", "sinks": "N", "seeds": "N4"}
 _OPERANDS |= {"key_scale": "K", "value_scale": "K"}
+# What score and mask functions read beside scores: see `score_functions.py`.
+MAX_TABLES = 16
+
+
+def table_name(number: int) -> str:
+    """Returns the name of an operand that is a table of a score or mask function."""
+    return f"table_{number}"
+
+
+TABLES = tuple(map(table_name, range(MAX_TABLES)))
+_OPERANDS |= {"entries": "", "head_numbers": "N", "query_numbers": "T", "key_numbers": "S"} | dict.fromkeys(TABLES, "NE")
 _RESULTS = {"out": "TNH", "lse": "NT"}
 _PAGED = {"key_pages": "PSKH", "value_pages": "PSKH", "page_table": "M", "key_page_scale": "PK", "value_page_scale": "PK"}
 
@@ -44,7 +55,8 @@ _OTHERS = ("bias", "mask", "key_lengths", "query_offset", "sinks", "key_scale", 
 PAGED_OPERANDS = _records({name: (_OPERANDS | _PAGED)[name] for name in ("query", *_PAGED, *_OTHERS)})
 
 # The operands that have tangents and cotangents, those tangents, and the cotangents of the results.
-MOVING = {operand.name: operand for operand in OPERANDS if operand.name in ("query", "key", "value", "bias", "sinks")}
+_MOVING = ("query", "key", "value", "bias", "sinks", *TABLES)
+MOVING = {operand.name: operand for operand in OPERANDS if operand.name in _MOVING}
 TANGENTS = tuple(operand.called(f"d_{name}") for name, operand in MOVING.items())
 COTANGENTS = tuple(result.called(f"d_{result.name}") for result in RESULTS)
 
@@ -138,6 +150,11 @@ class AttentionProblem(Problem):
     def dtype(self) -> Any:
         """Dtype of the queries."""
         return self.types["query"].dtype
+
+    @property
+    def functions(self) -> dict[str, Any]:
+        """The traced score and mask functions, by the names of the parameters."""
+        return {name: self.params[name] for name in ("score_mod", "mask_mod") if self.params.get(name) is not None}
 
     @property
     def options(self) -> dict[str, Any]:

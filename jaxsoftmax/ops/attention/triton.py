@@ -131,6 +131,8 @@ def plan(problem: AttentionProblem, target: Target) -> Plan | Refusal:
         return Refusal(f"it has no kernel for {name}", lacks_kernel=True)
     if problem.devices:
         return Refusal("it does not merge over devices")
+    if problem.functions:
+        return Refusal(f"it has no kernel for {' and '.join(problem.functions)}")
     if (reason := availability.missing()) is not None:
         return Refusal(reason)
     types = problem.types

@@ -34,7 +34,18 @@ from jaxsoftmax._core.sharding import vary_alike
 from jaxsoftmax._core.target import ONE_DEVICE, Target
 from jaxsoftmax.ops.attention import dropout
 from jaxsoftmax.ops.attention.context_parallel.order import position_of
-from jaxsoftmax.ops.attention.operands import AXES, OPERANDS, batch_of, dequantised, merged, paged, summed_to, without_pages
+from jaxsoftmax.ops.attention.operands import (
+    AXES,
+    OPERANDS,
+    TABLES,
+    batch_of,
+    dequantised,
+    merged,
+    paged,
+    summed_to,
+    without_pages,
+)
+from jaxsoftmax.ops.attention.score_functions import wide_tables
 
 # The scores of all heads are one tile up to this number.
 ONE_TILE = 2**24
@@ -60,7 +71,7 @@ def dot_product_attention(*, return_lse=True, is_partial=False, initial_out=None
     rows, value_size = attention.rows, attention["value"].shape[-1]
 
     def push(state, tile):
-        scores, _ = tile.scores
+        scores = tile.scores
         value, unit = tile.seen_part("value").astype(attention.dtype), attention.unit
         so_far = online.State(*(tile.cut(ROWS, part, axis) for part, axis in zip(state, (-1, -1, -2), strict=True)))
         kept = tile.dropout_factors()
@@ -117,7 +128,7 @@ def dot_product_attention_jvp(*, is_partial=False, **arguments):
     dtype, rows, value_size = attention.dtype, attention.rows, attention["value"].shape[-1]
 
     def add(sums, tile):
-        scores, slope = tile.scores
+        scores, slope = tile.scores, tile.slope
         p, kept = tile.weights(scores), tile.dropout_factors()
         ds = jnp.zeros_like(scores)
         if tile["d_query"] is not None:
@@ -126,6 +137,8 @@ def dot_product_attention_jvp(*, is_partial=False, **arguments):
             ds += attention.scale * slope * _product(tile.seen_part("query"), tile.seen_part("d_key").mT)
         if (dbias := tile["d_bias"]) is not None:
             ds += dbias.astype(dtype)
+        if (change := tile.change_of_tables()) is not None:
+            ds += change
         ds = p * _where(tile.seen, ds, 0)
         dlse = jnp.sum(ds, -1)
         if kept is not None:
@@ -162,8 +175,10 @@ def dot_product_attention_vjp(*, wanted, is_partial=False, initial_d_query=None,
     delta = attention.add_delta(is_of_weights)
     sums: dict[str, Any] = {}
     for name in wanted:  # in this order, not that of a set of strings: the program is the same in every process
-        shape = attention[name].shape
-        if name != "sinks":
+        if name in TABLES:
+            sums[name] = jnp.zeros_like(attention.tables[name])
+        elif name != "sinks":
+            shape = attention[name].shape
             whole = shape if name == "bias" else (*attention.batch, *shape[len(attention.batch) :])
             sums[name] = jnp.zeros(whole, attention.dtype)
     if sums:
@@ -181,7 +196,7 @@ def dot_product_attention_vjp(*, wanted, is_partial=False, initial_d_query=None,
 def _add_cotangents(is_of_weights, sums, tile):
     """Adds the cotangents of a tile of scores to the sums by name. The one of queries is not yet multiplied by `scale`."""
     attention, dtype = tile.attention, tile.attention.dtype
-    scores, slope = tile.scores
+    scores, slope = tile.scores, tile.slope
     (p, share), kept = tile.weights_and_share(scores), tile.dropout_factors()
     ds = jnp.broadcast_to(-tile["delta"], scores.shape)
     dout = None
@@ -205,6 +220,9 @@ def _add_cotangents(is_of_weights, sums, tile):
         sums["value"] = tile.add(COLS, sums["value"], dv, -2)
     if "bias" in sums:
         sums["bias"] = tile.add_scores(sums["bias"], ds)
+    function = attention.score_mod
+    if function is not None and (names := [name for name in function.table_names if name in sums]):
+        sums |= {name: sums[name] + x for name, x in tile.cotangents_of_tables(names, ds).items()}
     return sums
 
 
@@ -223,11 +241,15 @@ class _TiledAttention:
             arguments[name] for name in ("scale", "window", "soft_cap", "dropout_rate")
         )
         self.zigzag = arguments.get("zigzag")
+        self.score_mod, self.mask_mod = arguments.get("score_mod"), arguments.get("mask_mod")
         machine = arguments.get("machine", ONE_DEVICE)
         self.dtype = accumulator(query.dtype)  # of the arithmetic
         self.lengths = query.shape[-3], key.shape[-3]
         heads = key.shape[-2], query.shape[-2] // key.shape[-2]
-        self.batch = batch_of(operands)
+        # The tables of functions by name, wide, with the axes of the scores and then the table.
+        tables = {name: a for name, a in arguments.items() if name.removeprefix("d_") in TABLES and a is not None}
+        self.batch = batch_of(operands | tables)
+        self.tables = {name: _table(a) for name, a in tables.items()}
         self.rows = (*self.batch, *heads, self.lengths[0])
         self.arrays = {name: None if a is None else _grouped(name, a, heads) for name, a in operands.items()}
         self.block = self._block(machine.devices)  # queries and keys of a tile
@@ -235,7 +257,7 @@ class _TiledAttention:
         # and only a difference to it is multiplied: XLA would contract `scale * x - m` to one operation, and `m` was rounded,
         # by 512 at 1e10.
         self.unit: Any = None
-        if self["bias"] is None:
+        if self["bias"] is None and self.score_mod is None:
             self.unit = np.asarray(abs(self.scale) if self.soft_cap is None else self.soft_cap, self.dtype)
         # A tile has all keys of its queries. Derivatives then normalize the weights anew: a large lse cannot hold the logarithm
         # of a sum.
@@ -254,6 +276,10 @@ class _TiledAttention:
 
     def __getitem__(self, name) -> Any:
         return self.arrays.get(name)
+
+    def tables_of(self, function) -> list[Any]:
+        """Lists the tables of a score or mask function."""
+        return [self.tables[name] for name in function.table_names]
 
     def _block(self, devices):
         """Returns the queries and keys of a tile.
@@ -306,6 +332,8 @@ class _TiledAttention:
         """Returns True if each query sees a key and each key is seen, except for scores of -inf."""
         names = ("query_offset", "query_lengths", "key_lengths", "query_segments", "mask", "bias")
         if self.zigzag is not None or not all(isinstance(length, int) for length in self.lengths):
+            return False
+        if self.score_mod is not None or self.mask_mod is not None:
             return False
         return all(self[name] is None for name in names) and sees_all(*self.lengths, *self.window)
 
@@ -431,21 +459,112 @@ class _ScoreTile:
         return lax.dynamic_update_slice(whole, of_tile, starts)
 
     @functools.cached_property
+    def products(self):
+        """The products of queries and keys."""
+        batch = self.attention.batch
+        products = _product(self.seen_part("query"), self.seen_part("key").mT)
+        return jnp.broadcast_to(products, (*batch, *products.shape[len(batch) :]))
+
+    def on_pairs(self, function, tables, *scores):
+        """Runs a score or mask function on the pairs of a query and a key, with these tables and scores."""
+        (rows, _), (cols, _) = self._positions(ROWS), self._positions(COLS)
+        if (offset := self.attention["query_offset"]) is not None:
+            rows += offset
+        if (numbers := self["query_numbers"]) is not None:  # devices share the sequence: see `context_parallel.attend`
+            rows, cols = numbers, self["key_numbers"]
+        ones = np.zeros((1,) * rows.ndim, np.int32)
+        entries, heads = (ones if self[name] is None else self[name] for name in ("entries", "head_numbers"))
+        return function.on_arrays(tables, *scores, entries, heads, rows, cols, axes=rows.ndim)
+
+    @functools.cached_property
+    def scaled(self):
+        """The products times the scale, as the score function gets them: 0 where not seen, so that they are finite."""
+        return _where(self.seen, self.attention.scale * self.products, 0)
+
+    @functools.cached_property
+    def changed(self):
+        """The results of the score function, which the soft cap bends; without a function those of `scaled`."""
+        attention = self.attention
+        if attention.score_mod is None:
+            return self.scaled
+        result = self.on_pairs(attention.score_mod, attention.tables_of(attention.score_mod), self.scaled)
+        return jnp.broadcast_to(result, self.scaled.shape)
+
+    @functools.cached_property
+    def bent(self):
+        """The hyperbolic tangent of `changed` in multiples of the soft cap; 0 where the score function hides a key."""
+        changed, cap = self.changed, self.attention.soft_cap
+        if self.attention.score_mod is not None:
+            changed = jnp.where(changed == -jnp.inf, 0, changed)
+        return jnp.tanh(changed / cap)
+
+    def change_of_tables(self):
+        """Computes the tangent of the scores from the tangents of the score function's tables; None if there is none."""
+        attention = self.attention
+        if attention.score_mod is None:
+            return None
+        names = [name for name in attention.score_mod.table_names if f"d_{name}" in attention.tables]
+        if not names:
+            return None
+        # Mapped examples may share a table and have tangents of their own, or the other way round.
+        pairs = [jnp.broadcast_arrays(attention.tables[name], attention.tables[f"d_{name}"]) for name in names]
+        primals, tangents = (list(arrays) for arrays in zip(*pairs, strict=True))
+        change = jax.jvp(self._of_tables(names), (primals,), (tangents,))[1]
+        return self.slope_of_cap * jnp.broadcast_to(change, self.scaled.shape)
+
+    def cotangents_of_tables(self, names, ds):
+        """Computes the cotangents of tables of the score function from those of the scores."""
+        _, pull = jax.vjp(self._of_tables(names), [self.attention.tables[name] for name in names])
+        return dict(zip(names, pull(self.slope_of_cap * ds)[0], strict=True))
+
+    def _of_tables(self, names):
+        """Returns the results of the score function as a function of the tables `names`, as large as the scores."""
+        function: Any = self.attention.score_mod
+        tables = self.attention.tables
+
+        def run(moving):
+            now = tables | dict(zip(names, moving, strict=True))
+            result = self.on_pairs(function, [now[name] for name in function.table_names], self.scaled)
+            return jnp.broadcast_to(result, self.scaled.shape)
+
+        return run
+
+    @functools.cached_property
     def scores(self):
-        """The scores in multiples of the unit, `-inf` where not seen, and their derivative by `scale * product`."""
-        attention, unit = self.attention, self.attention.unit
-        scores, slope = _product(self.seen_part("query"), self.seen_part("key").mT), 1.0
-        scores = jnp.broadcast_to(scores, (*attention.batch, *scores.shape[len(attention.batch) :]))
-        if attention.soft_cap is not None:
-            bent = jnp.tanh(_where(self.seen, attention.scale * scores / attention.soft_cap, 0))
-            scores, slope = bent if unit is not None else attention.soft_cap * bent, 1 - bent * bent
+        """The scores in multiples of the unit, `-inf` where not seen."""
+        attention, unit, cap = self.attention, self.attention.unit, self.attention.soft_cap
+        if cap is not None:
+            scores = self.bent if unit is not None else cap * self.bent
+            if attention.score_mod is not None:
+                scores = jnp.where(self.changed == -jnp.inf, -jnp.inf, scores)
+        elif attention.score_mod is not None:
+            scores = self.changed
         elif unit is None:
-            scores = attention.scale * scores
-        elif attention.scale < 0:
-            scores = -scores
+            scores = attention.scale * self.products
+        else:
+            scores = -self.products if attention.scale < 0 else self.products
         if (bias := self["bias"]) is not None:
             scores += bias.astype(attention.dtype)
-        return _where(self.seen, scores, -jnp.inf), slope
+        return _where(self.seen, scores, -jnp.inf)
+
+    @property
+    def slope_of_cap(self):
+        """The derivative of the scores by `changed`."""
+        return 1.0 if self.attention.soft_cap is None else 1 - self.bent * self.bent
+
+    @functools.cached_property
+    def slope(self):
+        """The derivative of the scores by `scaled`."""
+        attention = self.attention
+        if attention.score_mod is None:
+            return self.slope_of_cap
+        run = functools.partial(self.on_pairs, attention.score_mod, attention.tables_of(attention.score_mod))
+        if attention.score_mod.has_custom_vjp:  # which forward mode refuses
+            result, pull = jax.vjp(run, self.scaled)
+            (slope,) = pull(jnp.ones_like(result))
+        else:
+            slope = jax.jvp(run, (self.scaled,), (jnp.ones_like(self.scaled),))[1]
+        return self.slope_of_cap * _where(self.seen, jnp.broadcast_to(slope, self.scaled.shape), 0)
 
     def seen_part(self, name):
         """Returns an operand of queries or keys, with 0 for queries that see no key and keys that no query sees.
@@ -475,6 +594,8 @@ class _ScoreTile:
             terms.append(mask)
         if (bias := self["bias"]) is not None:
             terms.append(bias != -jnp.inf)
+        if (mask_mod := self.attention.mask_mod) is not None:
+            terms.append(self.on_pairs(mask_mod, self.attention.tables_of(mask_mod)))
         terms = [term for term in terms if term is not None]
         return functools.reduce(jnp.logical_and, terms) if terms else None
 
@@ -501,7 +622,7 @@ class _ScoreTile:
 
         The exponential is 0 where a key is not seen.
         """
-        scores, _ = self.scores
+        scores = self.scores
         m, unit = jnp.max(lax.stop_gradient(scores), -1, keepdims=True, initial=-jnp.inf), self.attention.unit
         if unit is not None and unit < jnp.finfo(unit.dtype).tiny:
             weights = online.weights(scores, m[..., 0], scale=unit)
@@ -557,8 +678,16 @@ def _grouped(name, array, heads):
     return array.reshape(*array.shape[:at], *groups, rows, cols)
 
 
+def _table(array):
+    """Returns a table, or its tangent, as score functions take it, with size 1 along the axes of the scores."""
+    *batch, _, size = array.shape
+    return wide_tables([array.reshape(*batch, 1, 1, 1, 1, size)])[0]
+
+
 def _ungrouped(name, array, shape):
     """Returns the cotangent of an operand in the operand's shape, from a grouped sum."""
+    if name in TABLES:
+        return array.reshape(shape)
     array = _heads_last(array) if "H" in AXES[name] else lax.collapse(array, -4, -2)
     array = jnp.sum(array[..., 0], -1) if name == "sinks" else array
     return summed_to(array, shape)

@@ -25,7 +25,7 @@ from jaxsoftmax.ops.attention import primitive
 from jaxsoftmax.ops.attention.context_parallel.cut import OF_BOTH
 from jaxsoftmax.ops.attention.context_parallel.order import from_zigzag, to_zigzag
 from jaxsoftmax.ops.attention.context_parallel.shard import AttentionShard
-from jaxsoftmax.ops.attention.operands import AXES
+from jaxsoftmax.ops.attention.operands import AXES, TABLES
 
 
 def attention(shard: AttentionShard) -> list[jax.Array]:
@@ -57,6 +57,8 @@ def _head_and_sequence(shard, name, x) -> tuple[int | None, int | None]:
     head, sequence = (next((axes[letter] for letter in letters if letter in axes), None) for letters in ("NK", "TS"))
     if name in OF_BOTH:  # size 1 is no axis to trade
         head, sequence = (None if shard.operands[name].shape[axis] == 1 else axis for axis in (head, sequence))
+    if name.removeprefix("d_") in TABLES:
+        return None, None
     return head, sequence
 
 

@@ -24,7 +24,7 @@ from jaxsoftmax.ops.attention.context_parallel import cut
 from jaxsoftmax.ops.attention.context_parallel.cut import OF_BOTH, OF_KEYS, OF_QUERIES
 from jaxsoftmax.ops.attention.context_parallel.shard import AttentionShard, add_named
 from jaxsoftmax.ops.attention.context_parallel.visible import AttentionPart
-from jaxsoftmax.ops.attention.operands import INITIAL_D_QUERY, INITIAL_RESULTS
+from jaxsoftmax.ops.attention.operands import INITIAL_D_QUERY, INITIAL_RESULTS, TABLES
 
 MOST_UNROLLED = 16  # steps that are written out; each traces and lowers a kernel call
 
@@ -187,8 +187,9 @@ def before_cotangents(shard: AttentionShard) -> AttentionShard:
 
 
 def zero_cotangents(shard: AttentionShard, wanted: Sequence[str]) -> dict[str, jax.Array]:
-    """Makes the sums that parts add cotangents of queries and biases to, in pieces."""
-    return {name: jnp.zeros_like(shard.in_pieces(name), shard.sum_dtype) for name in ("query", "bias") if name in wanted}
+    """Makes the sums that parts add cotangents of queries, biases and tables to; those of tables have no pieces."""
+    sums = {name: jnp.zeros_like(shard.in_pieces(name), shard.sum_dtype) for name in ("query", "bias") if name in wanted}
+    return sums | {name: jnp.zeros_like(shard.operands[name], shard.sum_dtype) for name in wanted if name in TABLES}
 
 
 def add_cotangents(shard: AttentionShard, wanted: Sequence[str], sums, keys: KeyShard, parts, has_sinks: bool = True):
@@ -216,6 +217,8 @@ def add_cotangents(shard: AttentionShard, wanted: Sequence[str], sums, keys: Key
                 sums[name] = _with_columns(shard, sums[name], x.astype(shard.sum_dtype), part, keys.device)
             elif name == "sinks":
                 sums[name] = jnp.squeeze(x, at)
+            elif name in TABLES:
+                sums[name] += jnp.squeeze(x, at).astype(shard.sum_dtype)
             elif name == "query":
                 sums[name] = cut.put_pieces(sums[name], part.queries, x, at)
             else:
@@ -244,7 +247,7 @@ def _with_columns(shard, sums, x, part, device):
 def finish_cotangent(shard: AttentionShard, name: str, x) -> jax.Array:
     """Returns the cotangent of an operand from its sum over all keys."""
     x = x * shard.scale if name == "query" else x
-    x = x if name == "sinks" else cut.join_pieces(name, x, shard.n_batch_axes)
+    x = x if name == "sinks" or name in TABLES else cut.join_pieces(name, x, shard.n_batch_axes)
     return shard.summed(name, x).astype(shard.operands[name].dtype)
 
 

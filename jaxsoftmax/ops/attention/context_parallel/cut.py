@@ -25,8 +25,8 @@ from jaxsoftmax.ops.attention.context_parallel.order import n_granules, start_of
 from jaxsoftmax.ops.attention.operands import AXES
 
 # Operands and results with an axis of queries, of keys, and of both. Only the queries are cut of those that have both.
-OF_QUERIES = frozenset(["query", "query_segments", "out", "lse", "d_out", "d_lse", "d_query"])
-OF_KEYS = frozenset(["key", "value", "key_segments", "d_key", "d_value"])
+OF_QUERIES = frozenset(["query", "query_segments", "query_numbers", "out", "lse", "d_out", "d_lse", "d_query"])
+OF_KEYS = frozenset(["key", "value", "key_segments", "key_numbers", "d_key", "d_value"])
 OF_BOTH = frozenset(["bias", "mask", "d_bias"])
 
 EVERYTHING = slice(None)

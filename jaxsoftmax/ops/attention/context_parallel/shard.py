@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxsoftmax._core.dtypes import accumulator
@@ -93,7 +94,8 @@ def shard_of(
       params: the other parameters of the operations, as `runner` takes them.
     """
     # The order of tokens does not matter where nothing depends on positions.
-    has_order = window != (None, None) or not {"seeds", "query_lengths", "key_lengths"}.isdisjoint(operands)
+    has_functions = any(params.get(name) is not None for name in ("score_mod", "mask_mod"))
+    has_order = window != (None, None) or has_functions or not {"seeds", "query_lengths", "key_lengths"}.isdisjoint(operands)
 
     def cut(name, operand):
         axes = cuts[name].over if name in cuts else ()
@@ -106,8 +108,22 @@ def shard_of(
         static_argnums=(0, 2),
         static_argnames=("return_lse", "wanted", "is_partial"),
     )
-    sequences = Sequences(cut("queries", "query"), cut("keys", "key"), window, frozenset(operands))
+    queries, keys = cut("queries", "query"), cut("keys", "key")
+    if has_functions:
+        numbers = {
+            f"{name}_numbers": _numbers(c, operands["query"].ndim - 3) for name, c in (("query", queries), ("key", keys))
+        }
+        if "query_offset" in operands:
+            numbers["query_numbers"] += operands["query_offset"][..., None]
+        operands = {**operands, **numbers}
+    sequences = Sequences(queries, keys, window, frozenset(operands))
     return AttentionShard(run, operands, sequences, params["scale"], is_manual, is_partial)
+
+
+def _numbers(sequence: SequenceCut, n_batch_axes: int) -> jax.Array:
+    """Returns the positions of this device's tokens, int32 `[*batch, length]`, for score and mask functions."""
+    positions = sequence.starts(sequence.index)[:, None] + lax.iota(np.int32, sequence.piece_length)[None]
+    return positions.reshape((1,) * n_batch_axes + (sequence.length,))
 
 
 def without_sinks(shard: AttentionShard) -> AttentionShard:

@@ -52,6 +52,8 @@ def plan(problem: AttentionProblem, target: Target) -> Plan | Refusal:
 def _refused_problem(problem: AttentionProblem) -> str | None:
     """Returns why dtypes, head sizes, numbers of queries and keys, or the scale, are not served, or None."""
     types, dtype = problem.types, problem.dtype
+    if problem.functions:
+        return f"it has no kernel for {' and '.join(problem.functions)}"
     if dtype.name not in DTYPES:
         return f"dtypes must be among {', '.join(DTYPES)}, got {dtype.name}"
     if dtype == jnp.float32 and problem.params["precision"] == "highest":

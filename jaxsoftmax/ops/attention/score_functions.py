@@ -1,0 +1,306 @@
+"""Score and mask functions of attention: traced once into programs of scalars, which implementations run on tiles.
+
+`score_mod(score, batch, head, query_index, key_index)` changes a score, `mask_mod(batch, head, query_index, key_index)` says
+whether a query sees a key. Arrays that they close over become operands, `table_0` and so on: `[*batch, 1, entries]`, flat, with
+batch axes of size 1 unless a `vmap` gives each example its own. The operands `entries`, `[*batch]`, and `head_numbers`, `[N]`,
+number batch entries and heads, so that a device which has some of them knows which. Where devices share a sequence,
+`query_numbers` and `key_numbers` do so for tokens.
+
+A traced function has no calls inside and nothing that its result does not need. It takes tables of float16 and bfloat16 as
+float32, and rounds what it reads: their cotangents then add up in float32.
+"""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+
+from jaxsoftmax._core import sharding
+from jaxsoftmax._core.dtypes import accumulator
+from jaxsoftmax.ops.attention.operands import MAX_TABLES, table_name
+
+POSITIONS = ("batch", "head", "query_index", "key_index")  # the arguments of both functions, behind the score
+_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "custom_jvp_call": None}
+_LOADS = ("gather", "dynamic_slice", "squeeze", "reshape", "slice")  # operations that only move elements of their first operand
+_OF_TYPES_ALONE = ("pvary", "pcast", "reshard", "sharding_constraint")  # operations that change no value
+
+
+@dataclass(frozen=True, eq=False)
+class TracedFunction:
+    """A function of scalars, as a parameter of primitives.
+
+    Attributes:
+      program: the traced function. It takes flat tables, then the score if it `takes_score`, then `POSITIONS`.
+      tables: the numbers of its tables among the operands.
+      shapes: the shapes of these tables before they were made flat.
+      takes_score: True for a score function.
+      used: names of the arguments that it reads.
+      text: the program as text. Functions with equal texts and tables are equal, so that equal layers share a kernel.
+    """
+
+    program: ClosedJaxpr
+    tables: tuple[int, ...]
+    takes_score: bool
+    used: frozenset[str]
+    text: str
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TracedFunction) and (self.text, self.tables) == (other.text, other.tables)
+
+    def __hash__(self) -> int:
+        return hash((self.text, self.tables))
+
+    def __str__(self) -> str:
+        return f"a function of {', '.join(name for name in ('score', *POSITIONS) if name in self.used) or 'nothing'}"
+
+    @property
+    def has_custom_vjp(self) -> bool:
+        """True if a function inside has derivatives of its own in reverse mode alone."""
+        return any(eqn.primitive.name == "custom_vjp_call" for eqn in self.program.jaxpr.eqns)
+
+    @property
+    def table_names(self) -> tuple[str, ...]:
+        """Names of the operands that are its tables."""
+        return tuple(map(table_name, self.tables))
+
+    def on_arrays(self, tables: Sequence[jax.Array], *arguments: jax.Array, axes: int) -> jax.Array:
+        """Runs the function on arrays.
+
+        Args:
+          tables: its tables in their order, float32 in place of 16 bits, with `axes` leading axes each and then the flat table.
+          arguments: the arguments in their order, with `axes` axes each.
+          axes: number of leading axes. Each has its full size or size 1.
+
+        Returns:
+          An array with `axes` axes, of size 1 where nothing that the function reads varies.
+        """
+        return _over_axes(axes, lambda *args: jaxpr_as_fun(self.program)(*args)[0], [*tables, *arguments])
+
+
+def _over_axes(axes: int, function: Callable[..., jax.Array], arrays: Sequence[jax.Array]) -> jax.Array:
+    """Maps a function over the leading axes of arrays, except where all of them have size 1."""
+    if axes == 0:
+        return function(*arrays)
+    inner = functools.partial(_inner, axes - 1, function)
+    vary = [array.shape[0] != 1 for array in arrays]
+    rest = [array if varies else array[0] for array, varies in zip(arrays, vary, strict=True)]
+    if not any(vary):
+        return inner(*rest)[None]
+    return jax.vmap(inner, in_axes=tuple(0 if varies else None for varies in vary))(*rest)
+
+
+def _inner(axes, function, *arrays):
+    return _over_axes(axes, function, arrays)
+
+
+def functions_and_operands(
+    function: str, dtype: Any, score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any] | None, shape: tuple[int, ...]
+) -> tuple[dict[str, TracedFunction], dict[str, jax.Array]]:
+    """Traces score and mask functions of the user.
+
+    Args:
+      function: the public function, for errors.
+      dtype: of the scores.
+      score_mod: the user's function, or None.
+      mask_mod: the user's function, or None.
+      shape: sizes of the batch axes, and the number of heads.
+
+    Returns:
+      The traced functions that are not None, by the names of the parameters, and the operands that they read, by name.
+
+    Raises:
+      TypeError: a function is none, has another signature, returns another type, or closes over what is no array of numbers.
+      ValueError: a function has side effects, or closes over an array that devices share, or over more than `MAX_TABLES`.
+    """
+    functions: dict[str, TracedFunction] = {}
+    constants: list[Any] = []
+    for name, user, score_dtype in (("score_mod", score_mod, dtype), ("mask_mod", mask_mod, None)):
+        if user is not None:
+            closed = _traced(function, name, user, score_dtype)
+            functions[name] = _cleaned(function, name, user, closed, constants, score_dtype)
+    *batch, heads = shape
+    used: set[str] = set().union(*(traced.used for traced in functions.values()))
+    operands = {table_name(i): jnp.asarray(c).reshape((1,) * len(shape) + (-1,)) for i, c in enumerate(constants)}
+    if "batch" in used:
+        operands["entries"] = jnp.arange(math.prod(batch), dtype=np.int32).reshape(batch)  # their number may be symbolic
+    if "head" in used:
+        operands["head_numbers"] = lax.iota(np.int32, heads).reshape((1,) * len(batch) + (heads,))
+    return functions, operands
+
+
+def _traced(function, name, user, score_dtype) -> ClosedJaxpr:
+    """Traces a function of the user, and checks its signature, its result and its effects."""
+    arguments = (("score",) if score_dtype is not None else ()) + POSITIONS
+    expected = f"{name}({', '.join(arguments)})"
+    if not callable(user):
+        raise TypeError(f"{function}: {name} must be None or a function {expected}, got {type(user).__name__}")
+    try:
+        inspect.signature(user).bind(*arguments)
+    except TypeError as problem:
+        raise TypeError(f"{function}: {name} must be a function {expected}, got {_where(user)}: {problem}") from None
+    except ValueError:  # it has no signature that Python knows
+        pass
+    closed, out = jax.make_jaxpr(user, return_shape=True)(*_argument_types(score_dtype))
+    kind, wanted = (
+        (bool, "bool") if score_dtype is None else (score_dtype, f"{np.dtype(score_dtype).name}, the dtype of scores")
+    )
+    if not hasattr(out, "shape") or out.shape != () or out.dtype != kind:
+        got = f"{out.dtype}{list(out.shape)}" if hasattr(out, "shape") else type(out).__name__
+        raise TypeError(f"{function}: {name} must return a scalar of dtype {wanted}, got {got} from {_where(user)}")
+    if closed.effects:
+        raise ValueError(f"{function}: {name} must have no side effects, got {closed.effects} from {_where(user)}")
+    return closed
+
+
+def _argument_types(score_dtype) -> list[Any]:
+    """Lists the types of the arguments of a score function, or with None of a mask function."""
+    scores = [] if score_dtype is None else [jax.ShapeDtypeStruct((), score_dtype)]
+    return scores + [jax.ShapeDtypeStruct((), np.int32)] * len(POSITIONS)
+
+
+def _cleaned(function, name, user, closed: ClosedJaxpr, constants: list[Any], score_dtype) -> TracedFunction:
+    """Makes the arrays that a traced function closes over tables, and writes its calls out.
+
+    Appends arrays that are not among `constants` yet.
+    """
+    live = _live_constants(closed)
+    numbers: dict[int, int] = {}
+    for index in live:
+        constant = closed.consts[index]
+        _check_table(function, name, user, constant)
+        known = next((i for i, other in enumerate(constants) if other is constant), None)
+        if known is None:
+            known = len(constants)
+            constants.append(constant)
+        numbers[index] = known
+    if len(constants) > MAX_TABLES:
+        raise ValueError(
+            f"{function}: {name} must close over at most {MAX_TABLES} arrays, together with the other function, got"
+            f" {len(constants)} with {_where(user)}"
+        )
+    tables = [(jnp.shape(closed.consts[i]), jnp.result_type(closed.consts[i])) for i in live]
+
+    def clean(*args):
+        flat, arguments = args[: len(live)], args[len(live) :]
+        wide = {i: (table.reshape(shape), dtype) for i, table, (shape, dtype) in zip(live, flat, tables, strict=True)}
+        constants = [wide.get(i) for i in range(len(closed.consts))]
+        return _rounded(_evaluate(closed.jaxpr, constants, [(argument, None) for argument in arguments])[0])
+
+    types = [jax.ShapeDtypeStruct((math.prod(shape),), _wide(dtype)) for shape, dtype in tables]
+    types += _argument_types(score_dtype)
+    with sharding.on_no_mesh():
+        program = jax.make_jaxpr(clean)(*types)
+    takes_score = score_dtype is not None
+    names = (("score",) if takes_score else ()) + POSITIONS
+    read = {v for eqn in program.jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)}
+    read |= {v for v in program.jaxpr.outvars if not isinstance(v, Literal)}
+    used = [n for n, v in zip(names, program.jaxpr.invars[len(live) :], strict=True) if v in read]
+    return TracedFunction(program, tuple(numbers[i] for i in live), takes_score, frozenset(used), str(program))
+
+
+def _check_table(function, name, user, constant):
+    """Checks an array that a function closes over."""
+    aval = jax.typeof(constant)
+    is_number = any(jnp.issubdtype(aval.dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
+    if not is_number:
+        raise TypeError(
+            f"{function}: {name} must close over arrays of real numbers or bools, got {aval.dtype}{list(aval.shape)}"
+            f" in {_where(user)}"
+        )
+    if 0 in aval.shape:
+        raise ValueError(f"{function}: {name} must close over arrays with elements, got shape {aval.shape} in {_where(user)}")
+    if sharding.has_explicit_axes(aval) and any(axis is not None for axis in aval.sharding.spec):
+        raise ValueError(
+            f"{function}: {name} must close over arrays that every device has whole, got one that is sharded as"
+            f" {aval.sharding.spec} in {_where(user)}"
+        )
+
+
+def _where(user: Callable[..., Any]) -> str:
+    """Names a function of the user, with its file and line where they are known."""
+    inner = user
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    inner = inspect.unwrap(inner)
+    code = getattr(inner, "__code__", None)
+    name = getattr(inner, "__qualname__", type(inner).__name__)
+    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
+
+
+def _wide(dtype: Any) -> Any:
+    """Returns the dtype in which a program takes a table: float32 in place of 16 bits and less."""
+    return accumulator(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def wide_tables(tables: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns tables as programs take them."""
+    return [table.astype(_wide(table.dtype)) for table in tables]
+
+
+def _live_constants(closed: ClosedJaxpr) -> list[int]:
+    """Lists the constants that the result needs."""
+    live = _live_eqns(closed.jaxpr)[1]
+    return [i for i, v in enumerate(closed.jaxpr.constvars) if v in live]
+
+
+def _live_eqns(jaxpr: Jaxpr) -> tuple[list[Any], set[Any]]:
+    """Lists the equations that the results need, and the variables that these read."""
+    live = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    eqns = []
+    for eqn in reversed(jaxpr.eqns):
+        if any(v in live for v in eqn.outvars):
+            eqns.append(eqn)
+            live |= {v for v in eqn.invars if not isinstance(v, Literal)}
+    return eqns[::-1], live
+
+
+def _evaluate(jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+    """Evaluates a program whose tables are wide.
+
+    Values are pairs of an array and the dtype that it stands for, None for its own. Elements of a wide table are rounded once
+    something else than a load reads them.
+    """
+    values: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
+    values |= dict(zip(jaxpr.invars, arguments, strict=True))
+
+    def pair(v):
+        return (v.val, None) if isinstance(v, Literal) else values[v]
+
+    for eqn in _live_eqns(jaxpr)[0]:
+        name, pairs = eqn.primitive.name, [pair(v) for v in eqn.invars]
+        if name in _OF_TYPES_ALONE:
+            results = pairs
+        elif name in _CALLS:
+            inner = eqn.params[_CALLS[name] or "call_jaxpr"]
+            if name == "custom_jvp_call":  # its own derivative may be what keeps NaN out
+                results = [(x, None) for x in _bound(eqn, [_rounded(p) for p in pairs])]
+            else:
+                inner_constants = [(c, None) for c in getattr(inner, "consts", ())]
+                results = _evaluate(getattr(inner, "jaxpr", inner), inner_constants, pairs)
+        elif name in _LOADS:
+            (first, dtype), *others = pairs
+            results = [(x, dtype) for x in _bound(eqn, [first, *(_rounded(p) for p in others)])]
+        else:
+            results = [(x, None) for x in _bound(eqn, [_rounded(p) for p in pairs])]
+        values |= dict(zip(eqn.outvars, results, strict=True))
+    return [pair(v) for v in jaxpr.outvars]
+
+
+def _rounded(value):
+    """Returns the array of a pair in the dtype that it stands for."""
+    array, dtype = value
+    return array if dtype is None or array.dtype == dtype else array.astype(dtype)
+
+
+def _bound(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
+    """Applies the operation of an equation to arrays."""
+    results = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(eqn.params))
+    return list(results) if eqn.primitive.multiple_results else [results]
