@@ -71,6 +71,22 @@ class TracedFunction:
         """Names of the operands that are its tables."""
         return tuple(map(table_name, self.tables))
 
+    @functools.cached_property
+    def with_slope(self) -> ClosedJaxpr:
+        """Returns the program of the result of a score function and of its derivative by the score.
+
+        It has no calls inside at all. A derivative that is a number is a literal.
+        """
+        at = len(self.tables)  # of the score among the inputs
+
+        def run(*args):
+            def of_score(score):
+                return jaxpr_as_fun(self.program)(*args[:at], score, *args[at + 1 :])[0]
+
+            return jax.jvp(of_score, (args[at],), (np.ones((), args[at].dtype),))
+
+        return _simplified(jax.make_jaxpr(run), self.program.in_avals)
+
     def on_arrays(self, tables: Sequence[jax.Array], *arguments: jax.Array, axes: int) -> jax.Array:
         """Runs the function on arrays.
 
@@ -304,3 +320,60 @@ def _bound(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
     """Applies the operation of an equation to arrays."""
     results = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(eqn.params))
     return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def _simplified(trace: Callable[..., ClosedJaxpr], types: Sequence[Any]) -> ClosedJaxpr:
+    """Traces a function of inputs of these types, and removes calls, factors of 1 and what is computed twice.
+
+    The rules of derivatives leave them.
+    """
+    types = [jax.ShapeDtypeStruct(kind.shape, kind.dtype) for kind in types]
+    with sharding.on_no_mesh():
+        closed = trace(*types)
+        return jax.make_jaxpr(lambda *args: _folded(closed.jaxpr, closed.consts, args, {}))(*types)
+
+
+def _folded(jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any], known: dict[Any, list[Any]]) -> list[Any]:
+    """Evaluates a program. Numbers that do not depend on its arguments are computed, and become literals.
+
+    `known` has the results of operations so far, by the operation and the identities of its operands.
+    """
+    values: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True)) | dict(
+        zip(jaxpr.invars, arguments, strict=True)
+    )
+    for eqn in _live_eqns(jaxpr)[0]:
+        operands = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
+        if (attribute := _CALLS.get(eqn.primitive.name, "")) != "":
+            inner = eqn.params[attribute or "call_jaxpr"]
+            results = _folded(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands, known)
+        else:
+            key = eqn.primitive, str(eqn.params), *(np.asarray(x).tobytes() if _is_number(x) else id(x) for x in operands)
+            if key not in known:
+                known[key] = [*_folded_operation(eqn, operands), operands]  # operands stay alive, so that no other has their id
+            results = known[key][:-1]
+        values |= dict(zip(eqn.outvars, results, strict=True))
+    return [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
+
+
+def _folded_operation(eqn: Any, operands: list[Any]) -> list[Any]:
+    """Returns the results of an operation, simplified."""
+    name = eqn.primitive.name
+    if all(map(_is_number, operands)):
+        with jax.ensure_compile_time_eval():
+            return [np.asarray(x)[()] for x in _bound(eqn, operands)]
+    if name == "add_any":
+        return [lax.add(*operands)]
+    if name == "one_minus_square":
+        return [1 - operands[0] * operands[0]]
+    if name == "mul":
+        for one, other in (operands, operands[::-1]):
+            if _is_number(one) and abs(one) == 1:
+                return [other if one == 1 else lax.neg(other)]
+    if name == "select_n" and all(map(_is_number, operands[1:])) and len({float(x) for x in operands[1:]}) == 1:
+        return [operands[1]]
+    return _bound(eqn, operands)
+
+
+def _is_number(value: Any) -> bool:
+    """Returns True for a scalar that is known while tracing."""
+    return isinstance(value, np.generic | bool | int | float) or (isinstance(value, np.ndarray) and value.ndim == 0)
