@@ -176,10 +176,11 @@ def merged(one, other):
     return state.o, jnp.swapaxes(state.m, -1, -2)
 
 
-def cotangents_of_rows(operands, out, lse, d_out, d_lse, window):
+def cotangents_of_rows(operands, out, lse, d_out, d_lse, window, *, has_functions=False):
     """Returns the cotangent of out, and `delta = sum(out * d_out) - d_lse`.
 
-    Both are 0 for queries that see no key: the caller's cotangents may be NaN or infinite there.
+    Both are 0 for queries that see no key: the caller's cotangents may be NaN or infinite there. `has_functions` says that a
+    score or mask function may hide keys.
     """
     delta = jnp.zeros(lse.shape, jnp.float32)
     if d_out is None:
@@ -188,7 +189,7 @@ def cotangents_of_rows(operands, out, lse, d_out, d_lse, window):
         delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), -1).mT
     left, empty = window[0], None
     hiding = {"bias", "mask", "query_lengths", "key_lengths", "query_segments", "query_offset"} & set(operands)
-    if hiding or (left is not None and operands["query"].shape[-3] > operands["key"].shape[-3] + left):
+    if hiding or has_functions or (left is not None and operands["query"].shape[-3] > operands["key"].shape[-3] + left):
         empty = sees_no_key = lse == -jnp.inf
         if "sinks" in operands:
             sink = operands["sinks"].astype(jnp.float32)[..., None]

@@ -69,6 +69,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
 from jaxsoftmax.ops.attention.operands import (
     INITIAL_D_QUERY,
     OPERANDS,
+    TABLES,
     AttentionProblem,
     cotangents_of_rows,
     cotangents_of_sinks,
@@ -87,6 +88,7 @@ class BackwardPlan:
     window: tuple[int | None, int | None]
     # True if the cotangents, which are parts of sums, stay in float32, and the one of queries is not multiplied by the scale.
     is_partial: bool = False
+    has_functions: bool = False  # a score or mask function may hide keys
     remark = None
 
     def describe(self) -> str:
@@ -99,7 +101,7 @@ class BackwardPlan:
         """
         present: Any = {o.name: operands[o.name] for o in OPERANDS if operands.get(o.name) is not None}
         out, lse, d_out, d_lse = (operands.get(name) for name in ("out", "lse", "d_out", "d_lse"))
-        d_out, delta = cotangents_of_rows(present, out, lse, d_out, d_lse, self.window)
+        d_out, delta = cotangents_of_rows(present, out, lse, d_out, d_lse, self.window, has_functions=self.has_functions)
         cotangents = {}
         if self.geometry is not None:
             kernel_operands = {name: present[name] for name in present if name in self.geometry.names}
@@ -122,10 +124,12 @@ def plan(problem: AttentionProblem, target: Target) -> BackwardPlan | Refusal:
         return Refusal(f"there must be at most {_MAX_MASKED} keys with a bias or a mask, got {keys}")
     if "bias" in wanted and is_deterministic and _is_same_for_all_keys(shape := types["bias"].shape, problem):
         return Refusal(f"the derivative of a bias that is the same for all keys, {shape}, is summed in any order")
+    if tables := [name for name in wanted if name in TABLES]:
+        return Refusal(f"the derivatives of arrays that score_mod reads have no kernel, got {', '.join(tables)}")
     geometry = None
     if set(wanted) - {"sinks"}:
         geometry = shape_backward(types, target, wanted, is_deterministic, is_partial, **problem.options)
-    return BackwardPlan(geometry, tuple(wanted), params["window"], is_partial)
+    return BackwardPlan(geometry, tuple(wanted), params["window"], is_partial, bool(problem.functions))
 
 
 def _is_same_for_all_keys(shape, problem: AttentionProblem) -> bool:

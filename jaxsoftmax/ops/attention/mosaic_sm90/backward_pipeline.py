@@ -288,9 +288,13 @@ class BackwardScores:
         geometry, names = consumer.geometry, consumer.geometry.names
         self.shape = ROWS, geometry.config.block_q
         has_lengths = not {"query_lengths", "key_lengths"}.isdisjoint(names)
-        self.is_limited = geometry.window != (None, None) or geometry.is_ragged or has_lengths
-        # Some block of queries has to be masked by lengths, the window or segments.
-        self.is_banded = self.is_limited or "query_segments" in names
+        # A score function may make infinite weights of the zeros behind the last query.
+        self.limits_queries = "query_lengths" in names or (
+            geometry.score_mod is not None and geometry.query[0] % geometry.config.block_q != 0
+        )
+        self.is_limited = geometry.window != (None, None) or geometry.is_ragged or has_lengths or self.limits_queries
+        # Some block of queries has to be masked by lengths, the window, segments or the mask function.
+        self.is_banded = self.is_limited or "query_segments" in names or geometry.mask_mod is not None
         self.kept_factor = 1 / (1 - geometry.dropout_rate) if "seeds" in names else 1.0
         self.segments: Any = None
         if "key_segments" in names and needs_segments:
@@ -308,19 +312,29 @@ class BackwardScores:
         return loaded
 
     def weights(self, s, lse, loaded, current):
-        """Returns the weights of a block of queries, and the derivative of the soft cap, or None if there is none."""
-        slope, factor = None, self.geometry.scale
-        if self.geometry.soft_cap is not None:
-            s = tanh(s * (self.geometry.scale / self.geometry.soft_cap))
-            slope, factor = 1 - s * s, self.geometry.soft_cap
+        """Returns the weights of a block of queries, and the derivative of the scores by the products, scaled.
+
+        That is None for 1: without a score function and a soft cap.
+        """
+        slope, factor, is_hidden = None, self.geometry.scale, None
+        if self.geometry.score_mod is not None:
+            (s, slope), factor = self._changed(times(factor, s), current), 1
+        if (cap := self.geometry.soft_cap) is not None:
+            if self.geometry.score_mod is not None:
+                is_hidden = s == -jnp.inf
+            s = tanh(s * (factor / cap))
+            bend, factor = 1 - s * s, cap
+            slope = bend if slope is None else slope * bend
+            s = s if is_hidden is None else jnp.where(is_hidden, -jnp.inf, s)
         if "bias" in self.operands:
             bias = (self.consumer.bias() if self.geometry.config.stages_bias else loaded["bias"]).astype(jnp.float32)
-            # Scores may be as large as `finfo.min`, and so the log-sum-exp; or NaN.
-            s, factor = jnp.where(bias == -jnp.inf, -jnp.inf, s * factor + bias) - along_rows(lse, s.shape), 1
+            s, factor = jnp.where(bias == -jnp.inf, -jnp.inf, times(factor, s) + bias), 1  # scores may be NaN
+        if self.geometry.is_natural:
+            s, factor = times(factor, s) - along_rows(lse, s.shape), 1
         if "mask" in loaded:
             s = jnp.where(loaded["mask"] != 0, s, -jnp.inf)
         s = s * (factor * LOG2E)
-        p = jnp.exp2(s if self.geometry.is_seeded or "bias" in self.operands else s - along_rows(lse, s.shape))
+        p = jnp.exp2(s if self.geometry.is_seeded or self.geometry.is_natural else s - along_rows(lse, s.shape))
         if self.is_banded:
             p = lax.cond(current.banded, lambda p: self._masked(p, current), lambda p: p, p)
         return p, slope
@@ -360,7 +374,13 @@ class BackwardScores:
         """Returns the derivatives of the products of keys and queries."""
         ds = p * self.less_delta(dp, delta, kept)
         self.add_to_bias(ds, current)
-        return ds if slope is None else ds * slope
+        return self.times_slope(ds, p, slope)
+
+    def times_slope(self, ds, p, slope):
+        """Multiplies by the derivative of scores by products, which may be NaN or infinite where the weight `p` is 0."""
+        if slope is None:
+            return ds
+        return jnp.where(p == 0, 0.0, ds * slope) if self.geometry.score_mod is not None else ds * slope
 
     def add_to_bias(self, ds, current) -> None:
         """Adds the derivatives of scores to that of the bias in global memory, in float32, if it is made of sums.
@@ -380,7 +400,7 @@ class BackwardScores:
         position = self.first + lax.iota(jnp.int32, ROWS)
         start_at = start + self.tile.offset  # where windows count from
         low, high = None if right is None else position - (right + start_at), None
-        if "query_lengths" in self.operands:
+        if self.limits_queries:
             high = plgpu.layout_cast(jnp.broadcast_to(queries - start - 1, (ROWS,)), ROW_LAYOUT)
         if left is not None:
             window_end = position + (left - start_at)
@@ -887,7 +907,7 @@ class WeightsConsumer(BackwardConsumer):
         return dq
 
     def _weigh(self, scores, current, s_acc):
-        """Returns the weights times the derivative of the soft cap, and the weights that dropout keeps, as lists of terms."""
+        """Returns the weights times the derivative of scores by products, and those that dropout keeps, as lists of terms."""
         geometry, memory = self.geometry, self.memory
         plgpu.barrier_wait(memory["q_full"].at[current.stage])
         self.multiply_keys(s_acc, hidden_zero(current.index, 0), current)
@@ -902,7 +922,7 @@ class WeightsConsumer(BackwardConsumer):
             pl.when(current.index > 0)(lambda: sync.named_barrier_sync(jnp.int32(_WEIGHTS_READ)))
         if geometry.passes_both:
             memory["p_of_bias"][...] = p.astype(geometry.dtype)
-        return self.rounded(p if slope is None else p * slope), kept
+        return self.rounded(scores.times_slope(p, p, slope)), kept
 
 
 class DerivativesConsumer(BackwardConsumer):
@@ -967,3 +987,8 @@ def where_kept(kept, array):
 def along_rows(line, shape):
     """Returns a value for each column, in all rows."""
     return lax.broadcast_in_dim(line, shape, (1,))
+
+
+def times(factor, array):
+    """Multiplies an array by a number that is known while tracing, in no instruction for 1."""
+    return array if factor == 1 else array * factor

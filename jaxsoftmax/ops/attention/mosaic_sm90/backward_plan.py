@@ -116,8 +116,8 @@ def backward_config(
 ) -> tuple[int, BackwardConfig]:
     """Returns the head size on chip, of keys and values both, and the configuration for operands of a dtype.
 
-    Configurations of 16 bits are as measured on an H200. `passes_both` says that a bias has a derivative and scores a soft cap:
-    see `BackwardGeometry`.
+    Configurations of 16 bits are as measured on an H200. `passes_both` says that a bias has a derivative, and that
+    a soft cap or a score function changes scores: see `BackwardGeometry`.
     """
     configs = _CONFIGS
     if dtype == jnp.float32:
@@ -172,7 +172,7 @@ class BackwardGeometry(AttentionGeometry):
     seeds_delta: bool = field(init=False)
     # True if a thread loads what a sum starts with to each register, in place of moving what it has loaded from one to another.
     seeds_from_memory: bool = field(init=False)
-    # True if weights pass from one consumer to the other both with the derivative of the soft cap and without.
+    # True if weights pass from one consumer to the other both with the derivative of the scores by products and without.
     passes_both: bool = field(init=False)
 
     def __post_init__(self):
@@ -184,8 +184,9 @@ class BackwardGeometry(AttentionGeometry):
         blocks_per_tile = 2 if config.pairs and has_room else 1
         parts = config.block_q // ROWS, 1 if config.separate_dq else blocks_per_tile * CONSUMERS * ROWS // config.block_q
         seeds_delta = not config.roles and "seeds" not in self.names
-        is_plain = self.soft_cap is None and "bias" not in self.names
-        passes_both = config.roles and self.bias_gradient is not BiasGradient.NONE and self.soft_cap is not None
+        is_changed = self.soft_cap is not None or self.score_mod is not None  # scores are not the products, scaled
+        is_plain = not is_changed and "bias" not in self.names
+        passes_both = config.roles and self.bias_gradient is not BiasGradient.NONE and is_changed
         sizes = self.query[2], self.value_size
         tails = tail_of(sizes[0]), tail_of(sizes[1])
         # XLA splits float32 into terms in whole tiles. With roles, above 128, steps of 64 add at most a third to the columns.
@@ -220,6 +221,14 @@ class BackwardGeometry(AttentionGeometry):
             n_tiles=math.prod(self.batch) * (heads // heads_per_tile) * tiles_of_head,
             n_cut=self.cut_heads * tiles_of_head,
         )
+
+    @property
+    def is_natural(self) -> bool:
+        """True if the log-sum-exp is subtracted from scores before both become powers of two.
+
+        With a bias or a score function scores may be as large as `finfo.min`, and so the log-sum-exp.
+        """
+        return "bias" in self.names or self.score_mod is not None
 
     @property
     def n_terms(self) -> int:
@@ -336,8 +345,9 @@ class BackwardGeometry(AttentionGeometry):
         low = 0 if right is None else divide(maximum(from_query - right, 0), step)
         high = divide(queries + step - 1, step)
         whole_from = 0 if right is None else divide(maximum(to_query - right, 0) + step - 1, step)
-        # Behind the last query of the arrays the kernel reads zeros, which add nothing: their block needs no mask.
-        whole_to = self.blocks_q if lengths is None else divide(queries, step)
+        # Behind the last query of the arrays the kernel reads zeros, which add nothing: their block needs no mask. A score
+        # function may make weights of them that are infinite.
+        whole_to = self.blocks_q if lengths is None and self.score_mod is None else divide(queries, step)
         if left is not None:
             high = minimum(high, divide(maximum(minimum(last, keys - 1) - offset + left, -1) + step, step))
             whole_to = minimum(whole_to, divide(maximum(from_query + left + 1, 0), step))
@@ -355,7 +365,7 @@ class BackwardGeometry(AttentionGeometry):
         return arithmetic.minimum(low, other_low), arithmetic.maximum(high, other_high)
 
     def spans(self, operands: Mapping[str, jax.Array], seen: jax.Array | None) -> jax.Array:
-        """Computes the `span` of every block of keys from lengths, segments and `seen`: int32 `[*batch, blocks_kv, 4]`.
+        """Computes the `span` of every block of keys from operands, `mask_mod` and `seen`: int32 `[*batch, blocks_kv, 4]`.
 
         Blocks of keys that share a tile visit the same blocks of queries. `seen` says which blocks of queries a mask lets see a
         block of keys, or is None.
@@ -371,6 +381,13 @@ class BackwardGeometry(AttentionGeometry):
         if "query_segments" in operands:
             segments = operands["key_segments"], operands["query_segments"]
             ranges = key_blocks.find_segment_spans(*segments, self.block_kv, self.config.block_q)
+            low, high = jnp.maximum(low, ranges[..., 0]), jnp.minimum(high, ranges[..., 1])
+            whole_from, whole_to = jnp.maximum(whole_from, ranges[..., 2]), jnp.minimum(whole_to, ranges[..., 3])
+        if self.mask_mod is not None:
+            block_q, block_kv = self.config.block_q, self.block_kv
+            from jaxsoftmax.ops.attention import mask_blocks
+
+            ranges = mask_blocks.find_block_spans(self.mask_mod, operands, self.lengths, block_q, block_kv, by_keys=True)
             low, high = jnp.maximum(low, ranges[..., 0]), jnp.minimum(high, ranges[..., 1])
             whole_from, whole_to = jnp.maximum(whole_from, ranges[..., 2]), jnp.minimum(whole_to, ranges[..., 3])
         if seen is not None:
@@ -428,7 +445,7 @@ class BackwardGeometry(AttentionGeometry):
     def lines(self, lse, delta):
         """Returns log-sum-exp and delta of queries as the kernel takes them. A score of `-inf` then has weight 0."""
         lse = jnp.where(lse == -jnp.inf, 0, lse)
-        factor = -1 / self.scale if self.is_seeded else 1 if "bias" in self.names else LOG2E
+        factor = -1 / self.scale if self.is_seeded else 1 if self.is_natural else LOG2E
         return lse * factor, -delta if self.seeds_delta else delta
 
     def costs(self) -> tuple[int, ...]:
@@ -589,13 +606,16 @@ def _is_of_16_bits(types) -> bool:
     return types["bias"].dtype == types["query"].dtype and types["query"].dtype.itemsize == 2
 
 
-def _bias_gradient(types, batch, soft_cap, is_partial) -> BiasGradient:
-    """Says how the derivative of a bias is written, from the types of operands and the sizes of the batch."""
+def _bias_gradient(types, batch, *, is_changed, is_partial) -> BiasGradient:
+    """Says how the derivative of a bias is written, from the types of operands and the sizes of the batch.
+
+    `is_changed` says that a soft cap or a score function changes the products.
+    """
     if not _varies(types):
         return BiasGradient.SUMS
     bias, (length, heads, _) = types["bias"], types["query"].shape[-3:]
     is_whole = bias.shape == (*batch, heads, length, bias.shape[-1])
-    is_of_products = soft_cap is None and _is_of_16_bits(types) and not is_partial
+    is_of_products = not is_changed and _is_of_16_bits(types) and not is_partial
     return BiasGradient.STORED if is_whole and is_of_products else BiasGradient.ADDED
 
 
@@ -612,11 +632,13 @@ def shape_backward(
     `is_partial` is as in `BackwardPlan`, `options` as in `AttentionProblem`.
     """
     has_limits = bool({"query_lengths", "key_lengths", "query_offset", "query_segments"} & set(types))
+    has_mask_mod = options.get("mask_mod") is not None
     shapes, bias_gradient = shapes_of(types, target), BiasGradient.NONE
+    is_changed = options["soft_cap"] is not None or options.get("score_mod") is not None
     if "bias" in wanted:
-        bias_gradient = _bias_gradient(types, shapes["batch"], options["soft_cap"], is_partial)
+        bias_gradient = _bias_gradient(types, shapes["batch"], is_changed=is_changed, is_partial=is_partial)
     head_size, value_size = (types[name].shape[-1] for name in ("query", "value"))
-    passes_both = "bias" in wanted and options["soft_cap"] is not None
+    passes_both = "bias" in wanted and is_changed
     size, config = backward_config(head_size, value_size, shapes["dtype"], passes_both=passes_both)
     shape = functools.partial(
         BackwardGeometry,
@@ -626,7 +648,7 @@ def shape_backward(
         value_size=value_size,
         bias_gradient=bias_gradient,
         is_deterministic=is_deterministic,
-        is_varying=has_limits or ("mask" in types and key_blocks.is_shared(types["mask"])),
+        is_varying=has_limits or has_mask_mod or ("mask" in types and key_blocks.is_shared(types["mask"])),
     )
     plain = shape(config=config)
     if "bias" in types and _varies(types) and _is_of_16_bits(types):

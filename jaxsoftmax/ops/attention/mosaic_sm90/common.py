@@ -7,7 +7,7 @@ import math
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -54,6 +54,8 @@ class AttentionGeometry(schedule.TiledGeometry):
     window: tuple[int | None, int | None]  # numbers of keys before and after its own position that a query sees, None for all
     soft_cap: float | None
     dropout_rate: float
+    score_mod: Any = field(default=None, kw_only=True)  # traced function that changes scores, or None
+    mask_mod: Any = field(default=None, kw_only=True)  # traced function that hides keys, or None
 
 
 def shapes_of(types: Mapping[str, Any], target: Target) -> dict[str, Any]:
