@@ -75,7 +75,8 @@ class TracedFunction:
     def with_slope(self) -> ClosedJaxpr:
         """Returns the program of the result of a score function and of its derivative by the score.
 
-        It has no calls inside at all. A derivative that is a number is a literal.
+        It has no calls inside at all. A derivative that is a number is a literal. Where the result is `-inf`, and the weight is
+        0, the derivative may be anything.
         """
         at = len(self.tables)  # of the score among the inputs
 
@@ -85,7 +86,7 @@ class TracedFunction:
 
             return jax.jvp(of_score, (args[at],), (np.ones((), args[at].dtype),))
 
-        return _simplified(jax.make_jaxpr(run), self.program.in_avals)
+        return _without_hidden(_simplified(jax.make_jaxpr(run), self.program.in_avals))
 
     def on_arrays(self, tables: Sequence[jax.Array], *arguments: jax.Array, axes: int) -> jax.Array:
         """Runs the function on arrays.
@@ -372,6 +373,27 @@ def _folded_operation(eqn: Any, operands: list[Any]) -> list[Any]:
     if name == "select_n" and all(map(_is_number, operands[1:])) and len({float(x) for x in operands[1:]}) == 1:
         return [operands[1]]
     return _bound(eqn, operands)
+
+
+def _without_hidden(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns a program of a result and its slope without the selection of slopes of 0 where the result is `-inf`."""
+    jaxpr = closed.jaxpr
+    makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars if eqn.primitive.name == "select_n"}
+    result, slope = jaxpr.outvars
+
+    def is_all(value, number):
+        return isinstance(value, Literal) and value.val == number
+
+    while not isinstance(result, Literal) and not isinstance(slope, Literal) and {result, slope} <= set(makers):
+        (condition, *results), (other, *slopes) = makers[result].invars, makers[slope].invars
+        hidden = [
+            i for i, pair in enumerate(zip(results, slopes, strict=True)) if is_all(pair[0], -np.inf) and is_all(pair[1], 0)
+        ]
+        if condition is not other or len(results) != 2 or len(hidden) != 1:
+            break
+        result, slope = results[1 - hidden[0]], slopes[1 - hidden[0]]
+    jaxpr = jaxpr.replace(outvars=[jaxpr.outvars[0], slope])
+    return ClosedJaxpr(jaxpr.replace(eqns=_live_eqns(jaxpr)[0]), closed.consts)
 
 
 def _is_number(value: Any) -> bool:
