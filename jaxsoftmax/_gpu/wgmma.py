@@ -64,10 +64,10 @@ def band(scores: jax.Array, low: jax.Array | None, high: jax.Array | None, hidde
         return_type=plgpu.ShapeDtypeStruct(scores.shape, scores.dtype, layout=_PRODUCT),
     )
     def mask(_, scores, *rows):
-        _, col = _product_position()
+        _, col = product_position()
         kind = ir.VectorType.get((2,), integer(32))
         ends = [[vector.broadcast(kind, arith.subi(scalar(x), col)) for x in row.registers.flat] for row in rows]
-        columns = _constants([(8 * index, 8 * index + 1) for index in range(scores.shape[1] // 8)])
+        columns = constants([(8 * index, 8 * index + 1) for index in range(scores.shape[1] // 8)])
 
         def seen(below, pair):
             inside = [arith.cmpi(test, end[below], columns[pair]) for test, end in zip(limits, ends, strict=True)]
@@ -184,7 +184,7 @@ def bfloat16_terms(product: jax.Array) -> tuple[jax.Array, jax.Array]:
     def split(product):
         i32, f32 = integer(32), ir.F32Type.get()
         register_type, one = ir.VectorType.get((2,), ir.BF16Type.get()), ir.VectorType.get((1,), i32)
-        first, second, half, upper = _constants((0, 1, 16, -(2**16)))
+        first, second, half, upper = constants((0, 1, 16, -(2**16)))
 
         def rounded(pair):
             return utils.inline_ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", pair[1], pair[0], result_types=i32)
@@ -216,7 +216,7 @@ def from_bytes(piece: jax.Array, dtype, *, is_float: bool, scales: Sequence[Any]
     def convert(*bits_and_piece):
         *bits, piece = bits_and_piece
         # A thread has 4 elements each of rows `16 * warp + lane / 4` and 8 below, which say whose scale is theirs.
-        row, row_bits = _product_position()[0], []
+        row, row_bits = product_position()[0], []
         for below in range(2):
             at, selected = arith.addi(row, constant(8 * below)), bits[0] if bits else constant(0)
             for part, part_bits in enumerate(bits[1:], 1):
@@ -324,7 +324,7 @@ def _pairs(ref, scalars, count, itemsize, varies=(True, True), transposed=False)
     product are columns of `ref`. Both limits hold, also along what does not vary.
     """
     first, limits = scalars[:2], scalars[2:]
-    row, col = _product_position()
+    row, col = product_position()
     width = ref.type.shape[1]
     down, along = (1, 0) if transposed else (0, 1)  # which axes of `ref` rows and columns of the product are
     limit = arith.subi(limits[along], col)
@@ -405,7 +405,7 @@ def load_mask(ref, row, col, limits, shape: tuple[int, int], *, varies: tuple[bo
     arrays = count // 2 * 8 // 2 if step >= 4 else 1
 
     def load(ref, first_row, first_col, rows, cols):
-        own_row, own_col = _product_position()
+        own_row, own_col = product_position()
         member = arith.divui(own_col, constant(2))  # of the four
 
         def load_word(place):
@@ -471,7 +471,7 @@ def select_bits(scores: jax.Array, packed: jax.Array) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct(scores.shape, scores.dtype, layout=_PRODUCT),
     )
     def select(_, scores, packed):
-        _, col = _product_position()
+        _, col = product_position()
         count = scores.shape[1] // 32
         words = [scalar(register) for register in packed.registers.flat]
         lane = arith.remui(utils.thread_idx(), constant(WARP))
@@ -484,7 +484,7 @@ def select_bits(scores: jax.Array, packed: jax.Array) -> jax.Array:
 
         twice = functools.partial(vector.broadcast, ir.VectorType.get((2,), integer(32)))
         shifted = [[twice(word(below * count + which)) for below in range(2)] for which in range(count)]
-        *bits, zeros = _constants([*((1 << 8 * byte, 2 << 8 * byte) for byte in range(4)), (0, 0)])
+        *bits, zeros = constants([*((1 << 8 * byte, 2 << 8 * byte) for byte in range(4)), (0, 0)])
 
         def seen(below, pair):
             return arith.cmpi(arith.CmpIPredicate.ne, arith.andi(shifted[pair // 4][below], bits[pair % 4]), zeros)
@@ -500,7 +500,7 @@ def _load_line(ref, first, limit, shape: tuple[int, int], *, axis: int) -> jax.A
 
     def load(ref, first, limit):
         register: Any = layout.to_mgpu().registers_element_type(ref.type.element_type)
-        position = _product_position()[axis]
+        position = product_position()[axis]
         start = arith.addi(i64(first), i64(position))
         address = arith.addi(address_of(ref), arith.muli(start, i64(itemsize)))
         left = arith.subi(limit, position)
@@ -526,7 +526,7 @@ def load_along_rows(ref, shape: tuple[int, int]) -> jax.Array:
     """
 
     def load(ref):
-        _, col = _product_position()
+        _, col = product_position()
         words, floats = (ir.VectorType.get((2,), kind) for kind in (integer(32), ir.F32Type.get()))
         address = shared_address(ref, arith.muli(col, constant(4)))
         columns = itertools.chain.from_iterable((column, column) for column in range(0, shape[1], 8))
@@ -540,7 +540,7 @@ def store_product_rows(ref, first, limit, values: jax.Array) -> None:
     itemsize = values.dtype.itemsize
 
     def store(ref, first, limit, values):
-        row, col = _product_position()
+        row, col = product_position()
         start = arith.addi(i64(first), i64(row))
         address = arith.addi(address_of(ref), arith.muli(start, i64(itemsize)))
         left = arith.subi(limit, row)
@@ -551,20 +551,38 @@ def store_product_rows(ref, first, limit, values: jax.Array) -> None:
     emit(store, ref, (first, limit), [(values, _PRODUCT_ROWS)])
 
 
+def load_at(address, kind, index):
+    """Loads an element of an MLIR type from a line in global memory that the kernel does not write.
+
+    Compilers may leave the load out, share it with another one, or move it out of a loop.
+
+    Args:
+      address: int64, the address of the line.
+      kind: type of its elements: 8, 16 or 32 bits.
+      index: int32, the number of the element, not negative.
+    """
+    bits = utils.bitwidth(kind)
+    place = arith.addi(address, arith.muli(i64(index), i64(bits // 8)))
+    register = integer(max(16, bits))  # PTX has no registers of 8 bits
+    word = utils.inline_ptx(f"ld.global.nc.b{bits} $0, [$1];", place, result_types=register)
+    word = word if register.width == bits else arith.trunci(integer(bits), word)
+    return word if word.type == kind else arith.bitcast(kind, word)
+
+
 def scalar(register):
     """Returns the element of a register that has one."""
-    return llvm.extractelement(register, *_constants([0])) if isinstance(register.type, ir.VectorType) else register
+    return llvm.extractelement(register, *constants([0])) if isinstance(register.type, ir.VectorType) else register
 
 
-def _product_position():
+def product_position():
     """Returns row and column of a thread's first element."""
-    thread, lane, row, quad, pair = _constants((WARPS * WARP, WARP, 16, 4, 2))
+    thread, lane, row, quad, pair = constants((WARPS * WARP, WARP, 16, 4, 2))
     thread = arith.remui(utils.thread_idx(), thread)
     warp, lane = arith.divui(thread, lane), arith.remui(thread, lane)
     return arith.addi(arith.muli(warp, row), arith.divui(lane, quad)), arith.muli(arith.remui(lane, quad), pair)
 
 
-def _constants(values):
+def constants(values):
     """Makes int32 constants of MLIR, once for all registers that need them: a scalar for a number, a vector for two."""
     i32, vector_of_two = integer(32), ir.VectorType.get((2,), integer(32))
     return [

@@ -158,10 +158,9 @@ class AttentionProblem(Problem):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Parameters that say what the scores and weights are: `scale`, `window`, `soft_cap` and `dropout_rate`."""
-        return {"dropout_rate": 0.0} | {
-            name: self.params[name] for name in ("scale", "window", "soft_cap", "dropout_rate") if name in self.params
-        }
+        """Parameters that say what the scores and weights are: `scale`, `window`, `soft_cap`, `dropout_rate`, and functions."""
+        names = ("scale", "window", "soft_cap", "dropout_rate")
+        return {"dropout_rate": 0.0} | {name: self.params[name] for name in names if name in self.params} | self.functions
 
 
 def state_of(out, lse, dtype) -> Any:

@@ -21,6 +21,7 @@ from jax._src.pallas.mosaic_gpu import primitives as mosaic_primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 from jax._src.state import primitives as state_primitives
 from jax.experimental import pallas as pl
+from jax.extend.core import jaxpr_as_fun
 
 from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._gpu import emit, schedule, sync, tickets, wgmma
@@ -28,6 +29,8 @@ from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
 from jaxsoftmax.ops.attention import primitive
 from jaxsoftmax.ops.attention.mosaic_sm90 import backward, backward_pipeline, backward_plan, forward_pipeline, forward_plan
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardTiles
+from jaxsoftmax.ops.attention.mosaic_sm90.functions import TileFunctions
+from jaxsoftmax.ops.attention.score_functions import wide_tables
 
 _adding = threading.Lock()
 _of_thread = threading.local()  # the reduction of the copy that a thread starts
@@ -158,6 +161,39 @@ def _any_above(product, limit, barrier=None):
     return jnp.any(~(product <= limit)).astype(jnp.int32)
 
 
+def _results_of_functions(tile: TileFunctions, name, s, start):
+    """Runs a score or mask function on a tile by `jax.vmap`."""
+    function = tile.functions[name]
+
+    def line(name):
+        operand = tile.operands[name]
+        return operand.ref[operand.index(tile.b)]
+
+    rows, columns = (first + lax.iota(jnp.int32, size) for first, size in zip((tile.first, start), s.shape, strict=True))
+    query, key = (rows, columns) if tile.rows_are_queries else (columns, rows)
+    query = query if tile.offset is None else query + tile.offset
+    present = set(function.operands) & tile.operands.keys()
+    query = line("query_numbers")[query] if "query_numbers" in present else query
+    key = line("key_numbers")[key] if "key_numbers" in present else key
+    entry = line("entries") if "entries" in present else 0
+    head = line("head_numbers")[tile.head] if "head_numbers" in present else tile.head
+    tables = wide_tables([line(name) for name in function.tables])
+
+    def run(score, query, key):
+        scores = [score] if function.takes_score else []
+        numbers = (jnp.asarray(number, jnp.int32) for number in (entry, head, query, key))
+        return jaxpr_as_fun(function.program)(*tables, *scores, *numbers)
+
+    of_row, of_column = (0, None) if tile.rows_are_queries else (None, 0)
+    run = jax.vmap(run, (0, None if tile.rows_are_queries else 0, 0 if tile.rows_are_queries else None))
+    return jax.vmap(run, (0, of_row, of_column))(s, query, key)
+
+
+def _hidden_by_function(tile, s, start, hidden=-jnp.inf, name="mask_mod"):
+    (seen,) = tile.results(name, s, start)
+    return jnp.where(seen, s, hidden)
+
+
 def _in_one_view(shape, tiled_shape, dtype):
     """Describes slabs under one name: two would be two arrays to the interpreter."""
     assert shape == tiled_shape
@@ -180,6 +216,7 @@ STAND_INS = {
     ForwardTiles: {"tile": _tile_with_facts},
     forward_plan: {"in_two_views": _in_one_view},
     forward_pipeline: {"tanh": jnp.tanh, "views_of": lambda slabs: (slabs, slabs)},
+    TileFunctions: {"_load": lambda tile, function: {}, "results": _results_of_functions, "hidden": _hidden_by_function},
     sync: {
         "named_barrier_sync": _named_barrier("sync"),
         "named_barrier_arrive": _named_barrier("arrive"),

@@ -52,6 +52,16 @@ def extended(width: int) -> Callable[..., Any]:
     )
 
 
+@functools.cache
+def from_signed(dtype: Any) -> Callable[..., Any]:
+    return lambda values: signed(values).astype(dtype)
+
+
+@functools.cache
+def to_signed(dtype: Any) -> Callable[..., Any]:
+    return lambda values: values.astype(f"i{dtype.itemsize}").view(dtype)
+
+
 def same(value: Any) -> Any:
     return value
 

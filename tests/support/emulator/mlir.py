@@ -292,7 +292,10 @@ class _Translation:
         dtype, count = kind_of(op.results[0].type)
         if count is not None:
             elements = ir.DenseElementsAttr(attribute)
-            assert elements.is_splat, op
+            if not elements.is_splat:
+                assert dtype == np.uint32, op
+                values = np.array(ir.DenseIntElementsAttr(attribute)).astype(np.int32).view(dtype).ravel()
+                return tuple(self.program.constant(int(value), dtype) for value in values)
             attribute = elements.get_splat_value()
         value = attribute.value
         if dtype.kind == "u":
@@ -676,6 +679,10 @@ _OF_ATTRIBUTES: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "arith.extf": lambda op: arithmetic.converted(_dtype(op)),
     "arith.truncf": lambda op: arithmetic.converted(_dtype(op)),
     "arith.uitofp": lambda op: arithmetic.converted(_dtype(op)),
+    "arith.sitofp": lambda op: arithmetic.from_signed(_dtype(op)),
+    "arith.extsi": lambda op: arithmetic.extended(_width(op)),
+    "arith.fptosi": lambda op: arithmetic.to_signed(_dtype(op)),
+    "arith.fptoui": lambda op: arithmetic.converted(_dtype(op)),
 }
 
 _PLAIN: dict[str, Callable[..., Any]] = _OF_ATTRIBUTES | {
@@ -708,6 +715,11 @@ _PLAIN: dict[str, Callable[..., Any]] = _OF_ATTRIBUTES | {
     "arith.maximumf": arithmetic.maximum,
     "arith.minimumf": arithmetic.minimum,
     "math.absf": np.abs,
+    "math.absi": arithmetic.of_signed(np.abs),
+    "math.floor": np.floor,
+    "math.ceil": np.ceil,
+    "math.roundeven": np.rint,
+    "math.sqrt": np.sqrt,
     "math.copysign": np.copysign,
     "math.exp": np.exp,
     "math.exp2": np.exp2,

@@ -339,8 +339,19 @@ class _Assembly:
     def _rcp(self, parts, names):
         self.approximate(arithmetic.reciprocal, parts, names)
 
+    def _rsqrt(self, parts, names):
+        self.approximate(lambda x: np.float32(1) / np.sqrt(x), parts, names)
+
+    def _sqrt(self, parts, names):
+        self.approximate(np.sqrt, parts, names)
+
+    def _div(self, parts, names):
+        if parts != ["full", "f32"]:
+            raise self.unknown()
+        self.binary(None, np.divide, ["f32"], names)
+
     def approximate(self, function, parts, names):
-        if parts != ["approx", "ftz", "f32"]:
+        if parts not in (["approx", "ftz", "f32"], ["approx", "f32"]):
             raise self.unknown()
         self.binary(None, arithmetic.approximate(function), ["f32"], names)
 
@@ -629,7 +640,7 @@ def _number(kind: str) -> Any:
 def _moved(parts: list[str]) -> tuple[str, int, int]:
     """Returns the state space of a load or store, the bytes of a word, and the number of words."""
     spaces = [part for part in parts if part.startswith(("global", "shared"))]
-    known = {"v2", "v4", "relaxed", "acquire", "gpu", "sys", "volatile", "L2::cache_hint", "release"}
+    known = {"v2", "v4", "nc", "relaxed", "acquire", "gpu", "sys", "volatile", "L2::cache_hint", "release"}
     if len(spaces) != 1 or set(parts[:-1]) - known - set(spaces):
         raise NotImplementedError(f"the emulator does not know a load or store of {'.'.join(parts)}")
     count = next((int(part[1]) for part in parts if part in ("v2", "v4")), 1)

@@ -110,6 +110,8 @@ def lay_out(
         sizes = array.shape[batch_axes:]
         if AXES.get(name) == "NTS":
             shape, heads_and_rows = (-1, sizes[-1]), sizes[:2]
+        elif AXES.get(name) == "NE":  # a table of a score or mask function
+            shape, heads_and_rows = (-1, sizes[-1]), ()
         else:
             shape, heads_and_rows = ((-1,) if name.endswith("_segments") else (-1, *sizes)), ()
         arrays[name] = array.reshape(shape)
