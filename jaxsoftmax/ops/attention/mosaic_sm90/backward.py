@@ -66,6 +66,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     split_terms,
     views_of,
 )
+from jaxsoftmax.ops.attention.mosaic_sm90.functions import reason_against
 from jaxsoftmax.ops.attention.operands import (
     INITIAL_D_QUERY,
     OPERANDS,
@@ -129,6 +130,9 @@ def plan(problem: AttentionProblem, target: Target) -> BackwardPlan | Refusal:
     geometry = None
     if set(wanted) - {"sinks"}:
         geometry = shape_backward(types, target, wanted, is_deterministic, is_partial, **problem.options)
+        for function in geometry.functions.values():
+            if (reason := reason_against(function, types)) is not None:
+                return Refusal(reason)
     return BackwardPlan(geometry, tuple(wanted), params["window"], is_partial, bool(problem.functions))
 
 

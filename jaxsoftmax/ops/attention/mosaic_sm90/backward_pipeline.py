@@ -82,6 +82,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     tanh,
     views_of,
 )
+from jaxsoftmax.ops.attention.mosaic_sm90.functions import TileFunctions
 
 # Named barriers. Mosaic GPU uses those before: a test holds it to that.
 _BOTH = 8  # at which both consumers meet
@@ -282,7 +283,7 @@ class BackwardRole:
 class BackwardScores:
     """Weights and derivatives for 64 keys of a consumer, from `first` on, and one block of queries after the other."""
 
-    def __init__(self, consumer, tile, first, *, needs_segments):
+    def __init__(self, consumer, tile, first, *, weighs):
         self.consumer, self.geometry, self.operands = consumer, consumer.geometry, consumer.operands
         self.tile, self.first = tile, first
         geometry, names = consumer.geometry, consumer.geometry.names
@@ -297,13 +298,27 @@ class BackwardScores:
         self.is_banded = self.is_limited or "query_segments" in names or geometry.mask_mod is not None
         self.kept_factor = 1 / (1 - geometry.dropout_rate) if "seeds" in names else 1.0
         self.segments: Any = None
-        if "key_segments" in names and needs_segments:
+        if "key_segments" in names and weighs:
             ref, start, limit = self.operands["key_segments"].part_of_line(tile.b, first, geometry.key[0])
             self.segments = wgmma.load_product_rows(ref, start, limit, self.shape)
+        # The score and mask functions of all steps of the tile, or None if those of each step have a head of their own.
+        self.functions: Any = None
+        has_one_head = geometry.heads_per_tile == 1 or "head_numbers" not in names
+        if geometry.functions and weighs and has_one_head:
+            self.functions = self._functions_of(tile.group * geometry.heads_per_tile)
+
+    def _functions_of(self, head) -> TileFunctions:
+        """Loads what score and mask functions read for a query head."""
+        geometry, tile = self.geometry, self.tile
+        offset = tile.offset if "query_offset" in self.operands else None
+        at = {"b": tile.b, "head": head, "first": self.first, "offset": offset, "rows_are_queries": False}
+        return TileFunctions(geometry.functions, self.operands, geometry.lengths, self.shape[1], **at)
 
     def load(self, current):
-        """Loads the bias and the mask of a step from global memory."""
-        loaded = {}
+        """Loads the bias and the mask of a step, and what functions read of tables, from global memory."""
+        loaded: dict[str, Any] = {}
+        if self.geometry.functions:
+            loaded["functions"] = self._functions_of(current.head) if self.functions is None else self.functions
         for name in ("bias", "mask"):
             if name in self.operands and not (name == "bias" and self.geometry.config.stages_bias):
                 operand = self.operands[name]
@@ -318,7 +333,7 @@ class BackwardScores:
         """
         slope, factor, is_hidden = None, self.geometry.scale, None
         if self.geometry.score_mod is not None:
-            (s, slope), factor = self._changed(times(factor, s), current), 1
+            (s, slope), factor = self._changed(times(factor, s), loaded["functions"], current), 1
         if (cap := self.geometry.soft_cap) is not None:
             if self.geometry.score_mod is not None:
                 is_hidden = s == -jnp.inf
@@ -336,17 +351,27 @@ class BackwardScores:
         s = s * (factor * LOG2E)
         p = jnp.exp2(s if self.geometry.is_seeded or self.geometry.is_natural else s - along_rows(lse, s.shape))
         if self.is_banded:
-            p = lax.cond(current.banded, lambda p: self._masked(p, current), lambda p: p, p)
+            p = lax.cond(current.banded, lambda p: self._masked(p, loaded, current), lambda p: p, p)
         return p, slope
 
-    def _masked(self, p, current):
-        """Returns the weights of a block of queries, 0 where segments, the window or the lengths hide a key.
+    def _changed(self, s, functions, current):
+        """Returns what the score function makes of scores, and its derivative by them: an array, a number, or None for 1."""
+        slope = self.geometry.slope
+        results = functions.results("score_mod", s, current.block * self.shape[1])
+        if len(results) > 1:
+            return results
+        return results[0], None if slope == 1 else slope
+
+    def _masked(self, p, loaded, current):
+        """Returns the weights of a block of queries, 0 where functions, segments, the window or the lengths hide a key.
 
         On an H200 a branch here costs nothing. One that masks the scores, before the exponentials, costs up to 4 percent at
         head size 128.
         """
         if "query_segments" in self.operands:
             p = in_one_segment(p, self.segments, self._load_segments(current), hidden=0.0)
+        if self.geometry.mask_mod is not None:
+            p = loaded["functions"].hidden(p, current.block * self.shape[1], 0.0)
         return wgmma.band(p, *self._limits(current.block * self.shape[1]), hidden=0.0) if self.is_limited else p
 
     def _load_segments(self, current):
@@ -380,7 +405,8 @@ class BackwardScores:
         """Multiplies by the derivative of scores by products, which may be NaN or infinite where the weight `p` is 0."""
         if slope is None:
             return ds
-        return jnp.where(p == 0, 0.0, ds * slope) if self.geometry.score_mod is not None else ds * slope
+        is_finite = self.geometry.score_mod is None or self.geometry.slope is not None
+        return ds * slope if is_finite else jnp.where(p == 0, 0.0, ds * slope)
 
     def add_to_bias(self, ds, current) -> None:
         """Adds the derivatives of scores to that of the bias in global memory, in float32, if it is made of sums.
@@ -425,7 +451,7 @@ class BackwardConsumer(BackwardRole):
 
     index: Any  # number of the consumer
     SUMS = ()  # names of the sums
-    WEIGHS = True  # it makes weights, which segments mask
+    WEIGHS = True  # it makes weights, which segments and functions mask
 
     def start(self) -> None:
         """Says that all of shared memory is empty."""
@@ -449,7 +475,7 @@ class BackwardConsumer(BackwardRole):
     def __call__(self, tile, steps):
         """Computes and stores the sums of a tile; returns the number of steps so far."""
         geometry, first = self.geometry, self.first_key(tile, self.index)
-        scores = BackwardScores(self, tile, first, needs_segments=self.WEIGHS)
+        scores = BackwardScores(self, tile, first, weighs=self.WEIGHS)
         total = geometry.heads_per_tile * tile.count
         if geometry.heads_per_tile > 1:
             # If ptxas knows that the number of heads divides the total, it spills five times as much (head size 128, causal).

@@ -12,6 +12,7 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.extend.core import Literal
 
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu import schedule
@@ -28,6 +29,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     shapes_of,
     tail_of,
 )
+from jaxsoftmax.ops.attention.mosaic_sm90.functions import Function
 
 SIZES = (64, 128, 256)  # head sizes on chip
 CONSUMERS = 2  # consumer warpgroups
@@ -221,6 +223,24 @@ class BackwardGeometry(AttentionGeometry):
             n_tiles=math.prod(self.batch) * (heads // heads_per_tile) * tiles_of_head,
             n_cut=self.cut_heads * tiles_of_head,
         )
+
+    @functools.cached_property
+    def slope(self) -> float | None:
+        """Derivative of the score function's results by scores where it is a number; None where it is an array."""
+        if self.score_mod is None:
+            return 1.0
+        slope = self.score_mod.with_slope.jaxpr.outvars[1]
+        return float(slope.val) if isinstance(slope, Literal) else None
+
+    @functools.cached_property
+    def functions(self) -> dict[str, Function]:
+        """Programs of the score and mask functions, by name. A slope that is no number is a second result."""
+        functions = {}
+        if self.score_mod is not None:
+            functions["score_mod"] = Function.of(self.score_mod, self.score_mod.with_slope if self.slope is None else None)
+        if self.mask_mod is not None:
+            functions["mask_mod"] = Function.of(self.mask_mod)
+        return functions
 
     @property
     def is_natural(self) -> bool:
