@@ -56,6 +56,12 @@ def find_segment_spans(query_segments, key_segments, block_q: int, block_kv: int
     return jnp.concatenate([find_ends(overlap), start[..., None], stop[..., None]], -1)
 
 
+def intersect_spans(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns the spans of blocks that are visible by two conditions, from those by each: see `find_segment_spans`."""
+    starts, stops = jnp.maximum(a, b), jnp.minimum(a, b)
+    return jnp.stack([starts[..., 0], stops[..., 1], starts[..., 2], stops[..., 3]], -1)
+
+
 def _find_extremes(segments, block):
     """Returns the smallest and the largest id of each block of a sequence."""
     *batch, length = segments.shape

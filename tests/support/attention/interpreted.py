@@ -254,6 +254,7 @@ def named(given):
 def _plan(operation, target, operands, params):
     types = {name: jax.typeof(operand) for name, operand in operands.items()}
     plan = mosaic.plan(operation.problem(operation, types, params), target)
+    plan = plan.plan if isinstance(plan, Refusal) and plan.plan is not None else plan
     assert not isinstance(plan, Refusal), plan
     return plan
 

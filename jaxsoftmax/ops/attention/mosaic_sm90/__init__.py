@@ -18,6 +18,7 @@ from jaxsoftmax._core.implementation import Plan, Refusal
 from jaxsoftmax._core.target import Target
 from jaxsoftmax.ops.attention.mosaic_sm90 import backward, decode, forward_plan, tangent
 from jaxsoftmax.ops.attention.mosaic_sm90.forward import ForwardPlan, head_multiple, pad_heads
+from jaxsoftmax.ops.attention.mosaic_sm90.functions import Function, reason_against
 from jaxsoftmax.ops.attention.operands import INITIAL_RESULTS, AttentionProblem, dequantised, without_pages
 
 MAX_HEAD_SIZE = {"float16": 512, "bfloat16": 512, "float32": 128}  # shared memory has two terms of a float32 element
@@ -27,6 +28,7 @@ _MAX_ROWS = 2**31 - 2**16  # to which some more are added before they are compar
 # 1, 4 and 8 rows take 185, 186 and 187 us with the kernel, and 179, 224 and 238 us with the reference (heads of 36, batch 32,
 # 4096 keys, an H200).
 _LEAST_PADDED_ROWS = 2
+_NEW = 'kernels with score and mask functions are new: they run where implementation="mosaic" asks for them'
 
 
 def plan(problem: AttentionProblem, target: Target) -> Plan | Refusal:
@@ -36,6 +38,8 @@ def plan(problem: AttentionProblem, target: Target) -> Plan | Refusal:
     plan_derivative = {"dot_product_attention_vjp": backward.plan, "dot_product_attention_jvp": tangent.plan}.get(
         problem.operation.name
     )
+    if plan_derivative is tangent.plan and problem.functions:
+        return Refusal(f"tangents have no kernel with {' and '.join(problem.functions)}", lacks_kernel=True)
     if (reason := _refused_problem(problem)) is not None:
         return Refusal(reason, lacks_kernel=plan_derivative is tangent.plan and problem.dtype == jnp.float32)
     result = _plan_attention(problem, target) if plan_derivative is None else plan_derivative(problem, target)
@@ -45,15 +49,13 @@ def plan(problem: AttentionProblem, target: Target) -> Plan | Refusal:
         sizes = " and ".join(str(problem.types[operand].shape[-1]) for operand in ("query", "value"))
         reason = f"a block for head sizes {sizes} needs {needed} bytes of shared memory, and has up to {target.shared_memory}"
         return Refusal(reason, lacks_kernel=isinstance(result, tangent.TangentPlan))  # with one tangent more it fits
-    reason = _unprofitable(problem, result)
+    reason = _NEW if problem.functions else _unprofitable(problem, result)
     return result if reason is None else Refusal(reason, result)
 
 
 def _refused_problem(problem: AttentionProblem) -> str | None:
     """Returns why dtypes, head sizes, numbers of queries and keys, or the scale, are not served, or None."""
     types, dtype = problem.types, problem.dtype
-    if problem.functions:
-        return f"it has no kernel for {' and '.join(problem.functions)}"
     if dtype.name not in DTYPES:
         return f"dtypes must be among {', '.join(DTYPES)}, got {dtype.name}"
     if dtype == jnp.float32 and problem.params["precision"] == "highest":
@@ -75,6 +77,9 @@ def _refused_problem(problem: AttentionProblem) -> str | None:
         return f"there must be queries and keys, got shapes {query} and {key} in a batch of {batch}"
     if max(rows, keys) >= _MAX_ROWS:
         return f"there must be fewer than {_MAX_ROWS} rows of scores, and keys, got {rows} and {keys}"
+    for function in problem.functions.values():
+        if (reason := reason_against(Function.of(function), types)) is not None:
+            return reason
     scale = problem.params["scale"]
     if not (math.isfinite(scale) and scale >= np.finfo(np.float32).tiny):
         return f"scale must be a normal number above 0 in float32, got {scale}"
@@ -92,7 +97,7 @@ def _plan_attention(problem: AttentionProblem, target: Target) -> ForwardPlan:
         else:
             prepare.append(without_pages)
     has_initial = not set(INITIAL_RESULTS).isdisjoint(problem.operands)
-    is_few = decode.serves(types["query"].shape) and not options["dropout_rate"] and not has_initial
+    is_few = decode.serves(types["query"].shape) and not options["dropout_rate"] and not has_initial and not problem.functions
     is_stored = "page_table" in types or (is_few and decode.serves_as_stored(*(types[n] for n in ("query", "key", "value"))))
     if not is_stored and not {"key_scale", "value_scale"}.isdisjoint(types):
         prepare.append(dequantised)

@@ -14,6 +14,9 @@ maximum. If a sum of weights is too large then, `m` follows, and the step's weig
 Columns of heads come in slabs of 64 where TMA has to clip them, and a last one may be narrower: see `tail_of`. Each slab is a
 product of its own, of queries and keys and of weights and values.
 
+Score and mask functions run on the scores of a step in registers (`functions`): score functions in every step, mask functions
+where they hide keys of the step from some row.
+
 A score is multiplied by `scale * log2(e)` and the maximum subtracted in one multiply-add. Key blocks that all rows see are not
 masked. In the others the column of each score, which is a constant, is compared with the limits of its row. Masks and biases
 are read from global memory in their own shape: a bias by each thread for its scores; a mask, a step before it is needed, in
@@ -45,6 +48,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     views_of,
 )
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import Correction, ForwardGeometry, ForwardTile, ForwardTiles
+from jaxsoftmax.ops.attention.mosaic_sm90.functions import TileFunctions
 
 # The first of the named barriers for ping-pong, and of those for corrections: each consumer has one of both, and there are at
 # most three consumers. Mosaic GPU uses the barriers before: a test holds it to that.
@@ -291,7 +295,9 @@ class ForwardScores:
         self.load_segments = load_segments  # function of the number of a key block, which loads the segments of its keys
         self.shape, self.unit = (ROWS, geometry.config.block_kv), geometry.unit
         slack, self.headroom = _SLACK_AND_HEADROOM[geometry.dtype.name]
-        self.factor = geometry.scale if geometry.soft_cap is None else geometry.soft_cap
+        self.factor = geometry.soft_cap
+        if geometry.soft_cap is None:
+            self.factor = geometry.scale if geometry.score_mod is None else 1.0
         scale_log2 = LOG2E * self.factor if self.unit == 1 else 1.0
         options = {"scale_log2": scale_log2, "slack": slack, "headroom": self.headroom, "unit": self.unit}
         # They take scores in these units, and give their weights.
@@ -303,7 +309,7 @@ class ForwardScores:
         left, right = geometry.window
         has_limits = not {"ranges", "query_lengths", "key_lengths"}.isdisjoint(geometry.names)
         is_ragged = geometry.key[0] % self.shape[1] != 0
-        # Some key block has to be masked by lengths, the window or segments.
+        # Some key block has to be masked by lengths, the window, segments or the mask function.
         self.is_banded = left is not None or right is not None or is_ragged or has_limits
         scales = (operands.get(f"{name}_scale") for name in ("key", "value"))
         self.key_scale, self.value_scale = (None if scale is None else scale[tile.b, tile.head] for scale in scales)
@@ -319,6 +325,12 @@ class ForwardScores:
         if "query_segments" in operands:
             part = operands["query_segments"].part_of_line(tile.b, first, geometry.query[0])
             self.segments = wgmma.load_product_rows(*part, self.shape)
+        self.functions: Any = None
+        if geometry.functions:
+            at = {"b": tile.b, "head": tile.head, "first": first}
+            at |= {"offset": tile.offset} if "query_offset" in operands else {}
+            lengths = geometry.query[0], geometry.key[0]
+            self.functions = TileFunctions(geometry.functions, operands, lengths, self.shape[1], **at)
 
     def masked(self, s, mask, block, *, banded):
         """Returns the scores of a key block from its products, `-inf` for keys that are not seen.
@@ -329,13 +341,21 @@ class ForwardScores:
           s: the products.
           mask: what `packed` returns for the key block.
           block: number of the key block.
-          banded: a bool, or an array: lengths, the window or segments hide some of its keys from some row.
+          banded: a bool, or an array: lengths, the window, segments or the mask function hide some of its keys from some row.
         """
         if self.key_scale is not None:
             s = s * self.key_scale
-        if self.geometry.soft_cap is not None:
+        if self.geometry.score_mod is not None:
+            s = self._changed(s, block)
+        elif self.geometry.soft_cap is not None:
             s = self.bent(s)
         return self.hidden(s, mask, block, banded=banded)
+
+    def _changed(self, s, block):
+        """Returns what the score function makes of products, with their hyperbolic tangent if a soft cap bends it."""
+        cap = self.geometry.soft_cap
+        s = self.functions.changed(s * self.geometry.scale, block * self.shape[1])
+        return s if cap is None else jnp.where(s == -jnp.inf, -jnp.inf, tanh(s * (1 / cap)))  # what it hides stays hidden
 
     def bent(self, s):
         """Returns the hyperbolic tangent of scores that a soft cap bends, from their products."""
@@ -354,13 +374,21 @@ class ForwardScores:
         return self._banded(s, block) if banded is True else lax.cond(banded, lambda s: self._banded(s, block), lambda s: s, s)
 
     def _banded(self, s, block):
-        """Returns the scores of a key block, `-inf` where segments, the window or the lengths hide the key."""
+        """Returns the scores of a key block, `-inf` where segments, the mask function, the window or lengths hide the key."""
         start = block * self.shape[1]
         if self.tile.ranges:
             _, _, whole_from, whole_to = self.tile.ranges
             several = (block < whole_from) | (block >= whole_to)
-            s = lax.cond(several, lambda s: in_one_segment(s, self.segments, self.load_segments(block)), lambda s: s, s)
+            s = lax.cond(several, lambda s: self._selected(s, block), lambda s: s, s)
         return wgmma.band(s, None if self.first_key is None else self.first_key - start, self.last_key - start)
+
+    def _selected(self, s, block):
+        """Returns the scores of a key block, `-inf` where segments or the mask function hide the key."""
+        if self.segments is not None:
+            s = in_one_segment(s, self.segments, self.load_segments(block))
+        if self.geometry.mask_mod is not None:
+            s = self.functions.hidden(s, block * self.shape[1])
+        return s
 
     def in_parts(self, state):
         """Returns a state with `d` as a step takes it: a part in each of a row's four threads if weights are guessed.

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu import schedule, wgmma
-from jaxsoftmax.ops.attention import key_blocks
+from jaxsoftmax.ops.attention import key_blocks, mask_blocks
 from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     HOST,
     KERNEL,
@@ -31,6 +31,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     shapes_of,
     tail_of,
 )
+from jaxsoftmax.ops.attention.mosaic_sm90.functions import Function
 
 # Number of int32 that each operand tells of a tile. With any of them only operands decide how long a tile takes, so blocks take
 # tickets. `query_offset` is an operand, as a cache grows from step to step.
@@ -323,12 +324,19 @@ class ForwardGeometry(AttentionGeometry):
             widths=widths,
             value_width=value_width,
             n_products=3 if config.has_terms else wide[1] // value_width + (tails[1] > 0),
-            # Scores with a bias may be as large as `finfo.min`: their maximum must not be rounded when it is scaled.
-            unit=LOG2E if "bias" in self.names else 1.0,
+            # Scores with a bias, or of the user, may be as large as `finfo.min`: their maximum must not be rounded when it is
+            # scaled.
+            unit=LOG2E if "bias" in self.names or (self.score_mod is not None and self.soft_cap is None) else 1.0,
             n_facts=n_facts,
             by_ticket=n_facts > 0,
             n_tiles=math.prod(self.batch) * heads * value_parts * blocks_q * self.splits,
         )
+
+    @property
+    def functions(self) -> dict[str, Function]:
+        """Score and mask functions, by name."""
+        functions = {"score_mod": self.score_mod, "mask_mod": self.mask_mod}
+        return {name: Function.of(function) for name, function in functions.items() if function is not None}
 
     @property
     def fits_columns(self) -> bool:
@@ -385,6 +393,7 @@ class ForwardGeometry(AttentionGeometry):
         parts += ["keys and values split before"] if config.copies_terms else []
         parts += [f"pages of {self.pages.size} keys"] if self.pages is not None else []
         parts += [f"{self.bytes_dtype} converted in shared memory"] if self.bytes_dtype is not None else []
+        parts += [f"{' and '.join(self.functions)} in registers"] if self.functions else []
         return ", ".join(parts)
 
     def seen(self, lengths: Any, first: Any, rows: int, arithmetic: Arithmetic, offset: Any = 0) -> tuple[Any, Any]:
@@ -413,7 +422,16 @@ class ForwardGeometry(AttentionGeometry):
         starts, lengths = range(0, self.query[0], self.block_q), (self.queries, self.key[0])
         spans = (self.seen(lengths, *self.rows.queries_from(first, self.block_q, HOST), HOST) for first in starts)
         parts = (self.part(*span, split, HOST) for span in spans for split in range(self.splits))
-        return tuple(max(high - low, 1) for low, high in parts)
+        sizes = [max(high - low, 1) for low, high in parts]
+        if self.mask_mod is None or (counts := self._shown()) is None:
+            return tuple(sizes)
+        return tuple(max(min(pair), 1) for pair in zip(sizes, counts, strict=True))
+
+    def _shown(self) -> list[int] | None:
+        """Counts the key blocks of each block of rows that the mask function shows, if positions alone say it."""
+        lengths, has_offset = (self.query[0], self.key[0]), not {"query_offset", "query_numbers"}.isdisjoint(self.names)
+        counts = mask_blocks.counts(self.mask_mod, lengths, self.block_q, self.config.block_kv, has_offset=has_offset)
+        return None if counts is None else [int(count) for count in counts]
 
     def n_heads_at_once(self, costs: tuple[int, ...]) -> int:
         """Returns the number of heads whose tiles are handed out together.
@@ -422,7 +440,7 @@ class ForwardGeometry(AttentionGeometry):
         is the number of heads that the L2 cache has room for, so that the last tiles to be handed out are short ones. With
         segments a tile reads few keys.
         """
-        if "ranges" in self.names:
+        if "query_segments" in self.names:
             return 16
         if len(set(costs)) == 1:
             return 1
@@ -507,28 +525,34 @@ def shape_forward(types: Mapping[str, Any], target: Target, **options: Any) -> F
     """Shapes the kernel for operands of these types, by name; `options` are those of `AttentionProblem`."""
     query, value_size = types["query"], types["value"].shape[-1]
     window = options["window"]
-    pays = pays_to_guess(types, window), pays_to_split(types, window)
-    config = forward_config(query.shape[-1], value_size, window, query.dtype, *pays, bool(CROWDING & types.keys()))
+    is_crowded = bool(CROWDING & types.keys()) or options.get("score_mod") is not None
+    pays = pays_to_guess(types, window) and not is_crowded, pays_to_split(types, window)
+    config = forward_config(query.shape[-1], value_size, window, query.dtype, *pays, is_crowded)
     has_reach = "mask" in types and key_blocks.is_shared(types["mask"])
-    shapes = shapes_of(types, target) | {"names": with_tables(types, has_reach)}
+    shapes = shapes_of(types, target) | {"names": with_tables(types, has_reach, options.get("mask_mod") is not None)}
     return ForwardGeometry(**shapes, **options, value_size=value_size, config=config)
 
 
-def with_tables(names, has_reach: bool) -> frozenset[str]:
-    """Returns the names of operands, and of the tables that XLA makes of them."""
-    made = {"ranges": "query_segments" in names, "mask_reach": has_reach}
+def with_tables(names, has_reach: bool, has_mask_mod: bool = False) -> frozenset[str]:
+    """Returns the names of operands, and of the tables that XLA makes of them and of a mask function."""
+    made = {"ranges": "query_segments" in names or has_mask_mod, "mask_reach": has_reach}
     return frozenset(names) | {name for name, is_made in made.items() if is_made}
 
 
 def make_tables(geometry: ForwardGeometry, operands: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Computes the key blocks that matter to a tile, from segments and from a mask that all heads share, by name.
+    """Computes the key blocks that matter to a tile, by name: from segments, mask functions, and masks that all heads share.
 
     Key blocks that such a mask hides cost nothing then. A mask of its own for each head would cost as much to look through as
     it saves.
     """
     lengths, sizes, result = (geometry.query[0], geometry.key[0]), (geometry.block_q, geometry.config.block_kv), {}
     if "ranges" in geometry.names:
-        result["ranges"] = key_blocks.find_segment_spans(operands["query_segments"], operands["key_segments"], *sizes)
+        spans = []
+        if "query_segments" in geometry.names:
+            spans.append(key_blocks.find_segment_spans(operands["query_segments"], operands["key_segments"], *sizes))
+        if geometry.mask_mod is not None:
+            spans.append(mask_blocks.find_block_spans(geometry.mask_mod, operands, lengths, *sizes))
+        result["ranges"] = spans[0] if len(spans) == 1 else key_blocks.intersect_spans(*spans)
     if "mask_reach" in geometry.names:
         result["mask_reach"] = key_blocks.measure_mask(operands["mask"], lengths, *sizes)
     return result
@@ -545,8 +569,8 @@ class ForwardTile:
     column: Any  # first of the columns of values
     lengths: list[Any]  # numbers of queries and keys of the batch entry
     offset: Any  # position of query 0
-    # By segments, the first key block that some query may see, the one behind the last, and the same for the key blocks that
-    # all queries see. Empty if there are no segments.
+    # By segments and the mask function, the first key block that some query may see, the one behind the last, and the same for
+    # the key blocks that all queries see. Empty if there are neither.
     ranges: list[Any]
     low: Any  # first key block that the tile visits
     high: Any  # the one behind the last; there is at least one
