@@ -96,16 +96,16 @@ _INDEX, _BOOL = np.dtype(np.int32), np.dtype(bool)
 class Evaluation:
     """Runs programs on a tile.
 
-    Values without registers are only described. An evaluation whose arguments are all like that makes no MLIR: it finds out
-    what is unsupported, and which loads there are.
+    Values without registers are only described, and so is what follows from them. An evaluation without tables makes no MLIR: it
+    finds out what is unsupported, and which loads there are.
     """
 
-    def __init__(self, columns: int, tables: Sequence[Any] = (), loaded: Mapping[int, Value] | None = None):
+    def __init__(self, columns: int, tables: Sequence[Any] | None = None, loaded: Mapping[int, Value] | None = None):
         """Starts an evaluation.
 
         Args:
           columns: number of columns of the tile.
-          tables: for each table of the programs its address in global memory, an int64 MLIR value.
+          tables: for each table of the programs its address in global memory, an int64 MLIR value. None to describe values.
           loaded: results of loads, by their numbers in the order of evaluation.
         """
         self.columns, self.tables = columns, tables
@@ -241,7 +241,7 @@ class Evaluation:
         result = self.loaded.get(len(self.loads))
         if result is None:
             registers = None
-            if self._is_there(index) and self.tables:
+            if self.tables is not None and self._is_there(index):
                 address = self.tables[view.table]
                 kind = utils.dtype_to_ir_type(np.dtype(np.int8) if dtype == _BOOL else dtype)
                 lift = functools.partial(wgmma.load_at, address, kind)
@@ -263,7 +263,7 @@ class Evaluation:
     # Values.
 
     def _is_there(self, *values: Value) -> bool:
-        return all(x.registers is not None or x.known is not None for x in values)
+        return self.tables is not None and all(x.registers is not None or x.known is not None for x in values)
 
     def registers(self, value: Value, kind: int) -> list[Any]:
         """Returns the registers of a value of this kind, or of a smaller one: two of rows, or a vector for 8 columns."""
@@ -738,14 +738,19 @@ _OPERATIONS: dict[str, Callable[..., Value]] = {
 }
 
 
-def _truncated(a, b):
-    return np.trunc(np.true_divide(a, b)) if b != 0 else -1
+def _quotient(a, b):
+    if _is_float(np.asarray(a).dtype):
+        return np.divide(a, b)
+    return abs(int(a)) // abs(int(b)) * (1 if (a < 0) == (b < 0) else -1) if b != 0 else -1
 
 
 _FOLDS: dict[str, Callable[..., Any]] = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
+    "div": _quotient,
+    "rem": lambda a, b: np.fmod(a, b) if b != 0 else a,
+    "floor": np.floor,
     "neg": np.negative,
     "abs": np.abs,
     "sign": np.sign,
