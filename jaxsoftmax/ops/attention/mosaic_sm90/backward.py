@@ -126,7 +126,8 @@ def plan(problem: AttentionProblem, target: Target) -> BackwardPlan | Refusal:
     if "bias" in wanted and is_deterministic and _is_same_for_all_keys(shape := types["bias"].shape, problem):
         return Refusal(f"the derivative of a bias that is the same for all keys, {shape}, is summed in any order")
     if tables := [name for name in wanted if name in TABLES]:
-        return Refusal(f"the derivatives of arrays that score_mod reads have no kernel, got {', '.join(tables)}")
+        reason = f"the derivatives of arrays that score_mod reads have no kernel, got {', '.join(tables)}"
+        return Refusal(reason, lacks_kernel=True)
     geometry = None
     if set(wanted) - {"sinks"}:
         geometry = shape_backward(types, target, wanted, is_deterministic, is_partial, **problem.options)

@@ -880,7 +880,10 @@ class HalfConsumer(BackwardConsumer):
         lse = None if geometry.is_seeded else plgpu.load(self.line("q_lse", current.stage))
         p, slope = scores.weights(s, lse, loaded, current)
         kept = scores.kept(current)
-        p, rounded = lax.optimization_barrier((p, self.rounded(where_kept(kept, p))))
+        rounded = self.rounded(where_kept(kept, p))
+        if geometry.bias_gradient is BiasGradient.NONE:  # nothing needs weights and slopes apart: fewer registers
+            p, slope = scores.times_slope(p, p, slope), None
+        p, rounded = lax.optimization_barrier((p, rounded))
         others = self.multiply_columns(dv_acc, rounded, do)
         self.free_bias()
         # Always true. With a branch between the weights and the other product ptxas does not compute them after it.

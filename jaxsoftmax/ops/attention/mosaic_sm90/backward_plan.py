@@ -16,7 +16,7 @@ from jax.extend.core import Literal
 
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu import schedule
-from jaxsoftmax.ops.attention import key_blocks
+from jaxsoftmax.ops.attention import key_blocks, mask_blocks
 from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     HOST,
     KERNEL,
@@ -232,7 +232,7 @@ class BackwardGeometry(AttentionGeometry):
         slope = self.score_mod.with_slope.jaxpr.outvars[1]
         return float(slope.val) if isinstance(slope, Literal) else None
 
-    @functools.cached_property
+    @property
     def functions(self) -> dict[str, Function]:
         """Programs of the score and mask functions, by name. A slope that is no number is a second result."""
         functions = {}
@@ -405,8 +405,6 @@ class BackwardGeometry(AttentionGeometry):
             whole_from, whole_to = jnp.maximum(whole_from, ranges[..., 2]), jnp.minimum(whole_to, ranges[..., 3])
         if self.mask_mod is not None:
             block_q, block_kv = self.config.block_q, self.block_kv
-            from jaxsoftmax.ops.attention import mask_blocks
-
             ranges = mask_blocks.find_block_spans(self.mask_mod, operands, self.lengths, block_q, block_kv, by_keys=True)
             low, high = jnp.maximum(low, ranges[..., 0]), jnp.minimum(high, ranges[..., 1])
             whole_from, whole_to = jnp.maximum(whole_from, ranges[..., 2]), jnp.minimum(whole_to, ranges[..., 3])
