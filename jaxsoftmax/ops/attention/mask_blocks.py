@@ -55,7 +55,7 @@ def classify(
 @functools.lru_cache(64)
 def _classified(function, lengths, block_q, block_kv, has_offset):
     grid = _Grid(lengths, (block_q, block_kv), 1)
-    numbers = _Blocks(*(np.full((1, 1), x, np.int32) for x in (0, np.iinfo(np.int32).max)))
+    numbers = _Blocks(*(np.full((1, 1, 1), x, np.int32) for x in (0, np.iinfo(np.int32).max)))
     positions = (None, None) if has_offset else (grid.index(Axis.ROWS), grid.index(Axis.COLUMNS))
     blocks = _Evaluator(grid).result(function, [*[None] * len(function.tables), numbers, numbers, *positions])
     low, high = (np.broadcast_to(x, (1, *grid.counts))[0].astype(np.int8) for x in (blocks.low, blocks.high))
@@ -131,8 +131,7 @@ def find_block_spans(
     def run(operands):  # the program of an inner function: `custom_partitioning` takes no other constants
         grid = _Grid(tuple(lengths), (factor * block_q, factor * block_kv), batch_axes + 1)
         blocks = _Evaluator(grid).result(function, _inputs(function, operands, grid))
-        low, high = (x.reshape((1,) * (batch_axes + 3 - x.ndim) + x.shape) for x in (blocks.low, blocks.high))
-        seen, whole, counts = high.any(-3), low.all(-3), grid.counts
+        seen, whole, counts = blocks.high.any(-3), blocks.low.all(-3), grid.counts
         if by_keys:
             seen, whole, counts = seen.swapaxes(-1, -2), whole.swapaxes(-1, -2), counts[::-1]
         return _spans(seen, whole, *counts)
@@ -178,7 +177,7 @@ def _spans(seen, whole, rows, cols):
     xp = _module(seen, whole)
     shape = np.broadcast_shapes(seen.shape, whole.shape, (rows, cols))
     seen, whole = xp.broadcast_to(seen, shape), xp.broadcast_to(whole, shape)
-    index = np.arange(cols, dtype=np.int32)
+    index = np.arange(cols, dtype=np.int32).reshape((1,) * (len(shape) - 1) + (cols,))
     start, first = (xp.min(xp.where(marks, index, np.int32(cols)), -1) for marks in (seen, whole))
     stop = xp.max(xp.where(seen, index + np.int32(1), np.int32(0)), -1)
     last = xp.min(xp.where(~whole & (index > first[..., None]), index, np.int32(cols)), -1)
@@ -219,12 +218,14 @@ class _Points:
     """A value at each position along an axis, exactly.
 
     `array` is `[*batch, heads, positions, *shape]` for a value of shape `shape`, with axes of size 1 where nothing varies. It
-    is a numpy array if it is known while tracing. `linear` says more about some indices.
+    is a numpy array if it is known while tracing. `linear` and `bounds` say more about some values, for which blocks are then
+    found in another way than from the array.
     """
 
     axis: Axis | None
     array: Any
     linear: _Linear | None = None
+    bounds: "_Blocks | None" = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,21 +255,23 @@ class _Grid:
 
     @functools.cached_property
     def ends(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The first and the last position of each block, `[query_blocks, 1]` and `[1, key_blocks]`, int64."""
+        """The first and the last position of each block, int64, with the axes of `_Blocks`: of queries, then of keys."""
         result = []
         for side, (length, block, count) in enumerate(zip(self.lengths, self.blocks, self.counts, strict=True)):
-            first = np.expand_dims(block * np.arange(count), 1 - side)
+            first = (block * np.arange(count)).reshape((1,) * self.axes + ((-1, 1), (1, -1))[side])
             result.append((first, np.minimum(first + block, length) - 1))
         return result
 
-    def constant(self, value: Any) -> _Points:
-        """Returns a value that is the same everywhere."""
-        value = np.asarray(value) if isinstance(value, np.ndarray | np.generic | bool | int | float) else jnp.asarray(value)
+    def constant(self, value: Any) -> _Points | None:
+        """Returns a value that is the same everywhere, if it is known while tracing."""
+        if isinstance(value, jax.core.Tracer):
+            return None
+        value = np.asarray(value)
         return _Points(None, value.reshape((1,) * (self.axes + 1) + value.shape))
 
     def index(self, axis: Axis, offset: Any = None) -> _Points:
         """Returns the index of queries or of keys, behind an offset that has the axes of `_Points`."""
-        offset = self.constant(np.int32(0)).array if offset is None else offset
+        offset = np.zeros((1,) * (self.axes + 1), np.int32) if offset is None else offset
         is_single = self.lengths[axis is Axis.COLUMNS] == 1
         rows, cols = (int(axis is side and not is_single) for side in (Axis.ROWS, Axis.COLUMNS))
         return self.points(_Linear(rows, cols, offset))
@@ -278,12 +281,14 @@ class _Grid:
         queries, keys = self.lengths
         ranges = {None: (0, 1), Axis.ROWS: (0, queries), Axis.COLUMNS: (0, keys), Axis.DIAGONALS: (1 - keys, queries)}
         places = np.arange(*ranges[linear.axis], dtype=np.int64)
-        factor = linear.rows or linear.columns
-        return _Points(linear.axis, (factor * places).astype(np.int32) + linear.constant, linear)
+        terms = ((linear.rows or linear.columns) * places).astype(np.int32)
+        return _Points(linear.axis, terms.reshape((1,) * self.axes + terms.shape) + linear.constant, linear)
 
     def extremes(self, points: _Points) -> _Blocks | None:
         """Finds the smallest and the largest value of each block; None for a value with several elements."""
         array, axes = points.array, self.axes
+        if points.bounds is not None:
+            return points.bounds
         if math.prod(array.shape[axes + 1 :]) != 1:
             return None
         array = array.reshape(array.shape[: axes + 1])
@@ -303,7 +308,7 @@ class _Grid:
 
     def _extremes_of(self, linear):
         """Finds the extremes of a number that is known at run time alone, from the ends of blocks."""
-        low = high = np.zeros((1, 1), np.int64)
+        low = high = np.zeros((), np.int64)
         for factor, ends in zip((linear.rows, linear.columns), self.ends, strict=True):
             low, high = (x + pick(*(factor * end for end in ends)) for x, pick in ((low, np.minimum), (high, np.maximum)))
         if max(-low.min(), high.max()) > np.iinfo(np.int32).max:
@@ -327,7 +332,7 @@ class _Grid:
                 array, size = pick(array[..., :-size], array[..., size:]), 2 * size
             if (is_here := levels == level).any():
                 ends = (np.where(is_here, x, 0).astype(np.int32) for x in (start, stop - size))
-                values = pick(*(array[..., end] for end in ends))
+                values = pick(*(array[..., end.reshape(end.shape[-2:])] for end in ends))
                 result = values if result is None else xp.where(is_here, values, result)
         return result
 
@@ -337,6 +342,8 @@ class _Evaluator:
 
     def __init__(self, grid: _Grid):
         self.grid = grid
+        self.values: dict[Any, Any] = {}  # of variables
+        self.origins: dict[Any, Any] = {}  # the operations that variables come from
 
     def result(self, function: TracedFunction, inputs: Sequence[Any]) -> _Blocks:
         """Returns the bounds of what a mask function returns."""
@@ -346,14 +353,10 @@ class _Evaluator:
             return self._blocks(out, np.dtype(bool))
 
     def _run(self, jaxpr, constants, arguments):
-        values = dict(zip(jaxpr.constvars, map(self.grid.constant, constants), strict=True))
-        values |= dict(zip(jaxpr.invars, arguments, strict=True))
-
-        def value(v):
-            return self.grid.constant(v.val) if isinstance(v, Literal) else values[v]
-
+        self.values |= dict(zip(jaxpr.constvars, map(self.grid.constant, constants), strict=True))
+        self.values |= dict(zip(jaxpr.invars, arguments, strict=True))
         for eqn in jaxpr.eqns:
-            operands = [value(v) for v in eqn.invars]
+            operands = [self._value(v) for v in eqn.invars]
             if (name := _CALLS.get(eqn.primitive.name)) is not None:
                 inner = eqn.params[name]
                 results = self._run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands)
@@ -361,8 +364,12 @@ class _Evaluator:
                 results = [self._operation(eqn, operands)]
             else:
                 results = [None] * len(eqn.outvars)
-            values |= dict(zip(eqn.outvars, results, strict=True))
-        return [value(v) for v in jaxpr.outvars]
+            self.values |= dict(zip(eqn.outvars, results, strict=True))
+            self.origins |= dict.fromkeys(eqn.outvars, eqn)
+        return [self._value(v) for v in jaxpr.outvars]
+
+    def _value(self, v):
+        return self.grid.constant(v.val) if isinstance(v, Literal) else self.values[v]
 
     def _operation(self, eqn, operands):
         """Returns the result of an operation."""
@@ -372,23 +379,53 @@ class _Evaluator:
         if (linear := self._linear(name, operands)) is not None and linear.has_axis:
             return self.grid.points(linear)
         axes = {x.axis for x in operands if isinstance(x, _Points)} - {None}
-        if all(isinstance(x, _Points) for x in operands) and len(axes) <= 1 and not _is_simple_order(name, operands):
+        if all(isinstance(x, _Points) for x in operands) and len(axes) <= 1:
             array = self._on_points(eqn, [x.array for x in operands])
             if array is not None:
-                return _Points(next(iter(axes), None), array)
+                bounds = self._on_blocks(eqn, operands) if _is_simple_order(name, operands) else None
+                return _Points(next(iter(axes), None), array, bounds=bounds)
         if math.prod(aval.shape) != 1:
             return None
         if name == "dynamic_slice":
             return self._load(eqn, operands)
-        if name not in _RULES:
-            return None
+        return self._on_blocks(eqn, operands) if name in _RULES else None
+
+    def _on_blocks(self, eqn, operands) -> _Blocks:
+        """Applies the rule of an operation."""
+        name, dtype = eqn.primitive.name, np.dtype(eqn.outvars[0].aval.dtype)
         blocks = [self._blocks(x, v.aval.dtype) for x, v in zip(operands, eqn.invars, strict=True)]
-        return _RULES[name](np.dtype(aval.dtype), *blocks, **_options(eqn))
+        result = _RULES[name](dtype, *blocks, **_options(eqn))
+        if name == "and" and (division := self._corrected_division(eqn)) is not None:
+            x, y = (self._blocks(self._value(v), v.aval.dtype) for v in division.invars)
+            is_exact = (x.low >= 0) & (y.low > 0)
+            return _Blocks(result.low & ~is_exact, result.high & ~is_exact)
+        return result
+
+    def _corrected_division(self, eqn):
+        """Returns the remainder that an operation tests, if it decides whether `x // y` is less than `lax.div(x, y)`.
+
+        `jnp` writes `(sign(x) != sign(y)) & (rem(x, y) != 0)`, of which bounds see that either may be true at `x = 0`.
+        """
+
+        def origin(v, name):
+            eqn = None if isinstance(v, Literal) else self.origins.get(v)
+            return eqn if eqn is not None and eqn.primitive.name == name else None
+
+        def is_same(v, w):
+            return v.val == w.val if isinstance(v, Literal) and isinstance(w, Literal) else v is w
+
+        signs, rest = (origin(v, "ne") for v in eqn.invars)
+        if signs is None or rest is None or not isinstance(rest.invars[1], Literal) or rest.invars[1].val != 0:
+            return None
+        division, terms = origin(rest.invars[0], "rem"), [origin(v, "sign") for v in signs.invars]
+        if division is None or None in terms:
+            return None
+        return division if all(is_same(t.invars[0], v) for t, v in zip(terms, division.invars, strict=True)) else None
 
     def _blocks(self, value, dtype) -> _Blocks:
         """Returns a value of any kind as bounds."""
         blocks = self.grid.extremes(value) if isinstance(value, _Points) else value
-        return _unknown(dtype) if blocks is None else blocks
+        return _unknown(dtype, self.grid.axes + 2) if blocks is None else blocks
 
     def _linear(self, name, operands) -> _Linear | None:
         """Returns a sum of indices, if the operation makes one of others."""
@@ -437,7 +474,7 @@ class _Evaluator:
     def _load(self, eqn, operands):
         """Loads the elements of a table that the few indices of each block select."""
         table, *indices = operands
-        if not isinstance(table, _Points) or table.axis is not None:
+        if not isinstance(table, _Points) or table.axis is not None or isinstance(table.array, np.ndarray):
             return None
         blocks = [self._blocks(x, v.aval.dtype) for x, v in zip(indices, eqn.invars[1:], strict=True)]
         if not all(isinstance(x, np.ndarray) for block in blocks for x in (block.low, block.high)):
@@ -481,9 +518,9 @@ def _module(*arrays):
 
 
 def _is_simple_order(name, operands) -> bool:
-    """Returns True for the order of an index and a number that is known at run time alone.
+    """Returns True for the order of an index and a number, of which one is known at run time alone.
 
-    The bounds of the index say all about it, and cost less than the order at each position.
+    Its bounds follow from those of the index. They cost less than the order at each position.
     """
     if name not in ("lt", "le", "gt", "ge") or _module(*(x.array for x in operands)) is np:
         return False
@@ -501,8 +538,9 @@ def _limits(dtype) -> tuple[Any, Any]:
     return np.dtype(dtype).type(info.min), np.dtype(dtype).type(info.max)
 
 
-def _unknown(dtype) -> _Blocks:
-    return _Blocks(*(np.full((1, 1), limit) for limit in _limits(dtype)))
+def _unknown(dtype, ndim: int) -> _Blocks:
+    """Returns the bounds of an unknown value."""
+    return _Blocks(*(np.full((1,) * ndim, limit) for limit in _limits(dtype)))
 
 
 def _except(is_unknown, dtype, low, high) -> _Blocks:
@@ -565,7 +603,7 @@ def _is_unsigned(dtype):
 
 
 def _negated(dtype, x):
-    return _difference(dtype, _Blocks(*(np.zeros((1, 1), x.low.dtype),) * 2), x)
+    return _difference(dtype, _Blocks(*(np.zeros((), x.low.dtype),) * 2), x)
 
 
 def _absolute(dtype, x):
@@ -580,7 +618,7 @@ def _absolute(dtype, x):
 def _power(dtype, x, y: int):
     """Returns the bounds of an integer power."""
     if y <= 0:
-        return _unknown(dtype)
+        return _unknown(dtype, x.low.ndim)
     result = size = x if y == 1 else _absolute(dtype, x)
     for _ in range(y - 2):
         result = _product(dtype, result, size)
@@ -591,8 +629,8 @@ def _divide(x, y):
     """Divides integers, towards 0."""
     if _module(x, y) is jnp:
         return lax.div(*jnp.broadcast_arrays(x, y))
-    quotient = abs(x) // abs(y)
-    return np.where((x < 0) != (y < 0), -quotient, quotient).astype(x.dtype)
+    quotient = x // y  # towards negative numbers; the absolute value of the least integer would wrap around
+    return quotient + ((quotient * y != x) & ((x < 0) != (y < 0)))
 
 
 def _remainder(x, y):
@@ -608,13 +646,13 @@ def _quotient(dtype, x, y):
     else:
         result = _Blocks(*_corners(_divide, x, y))
         if not _is_unsigned(dtype):
-            has_zero |= (x.low == _limits(dtype)[0]) & (y.low < 0)
+            has_zero = has_zero | ((x.low == _limits(dtype)[0]) & (y.low < 0))
     return _except(has_zero, dtype, result.low, result.high)
 
 
 def _rest(dtype, x, y):
     if jnp.issubdtype(dtype, jnp.floating):
-        return _unknown(dtype)
+        return _unknown(dtype, x.low.ndim)
     xp, (least, _), zero = _module(x.low, x.high, y.low, y.high), _limits(dtype), np.zeros((), dtype)
     is_divisor = ((y.low > 0) | (y.high < 0)) & ((y.low != least) | _is_unsigned(dtype))
     divisor = xp.where(is_divisor, y.low, np.ones((), dtype))
@@ -625,7 +663,7 @@ def _rest(dtype, x, y):
     high = xp.where(is_divisor, xp.minimum(high, most), high)
     is_one_period = is_divisor & (y.low == y.high) & (_divide(x.low, divisor) == _divide(x.high, divisor))
     if not _is_unsigned(dtype):
-        is_one_period &= x.low != least
+        is_one_period = is_one_period & (x.low != least)
     ends = (_remainder(b, divisor) for b in (x.low, x.high))
     return _Blocks(*(xp.where(is_one_period, end, b) for end, b in zip(ends, (low, high), strict=True)))
 
@@ -714,7 +752,7 @@ def _converted(dtype, x):
     """Returns the bounds of a value in another dtype. Values outside of an integer's range are unknown."""
     kind = np.dtype(x.low.dtype)
     if dtype.kind == "b":
-        return _differ(dtype, x, _Blocks(*(np.zeros((1, 1), kind),) * 2))
+        return _differ(dtype, x, _Blocks(*(np.zeros((), kind),) * 2))
     if jnp.issubdtype(dtype, jnp.floating):
         low, high = (b.astype(np.float32) for b in (x.low, x.high))
         return _Blocks(low, high) if kind.kind == "b" else _rounded(dtype, low, high)

@@ -32,7 +32,7 @@ from jaxsoftmax._core.implementation import ReferencePlan
 from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._core.sharding import vary_alike
 from jaxsoftmax._core.target import ONE_DEVICE, Target
-from jaxsoftmax.ops.attention import dropout
+from jaxsoftmax.ops.attention import dropout, mask_blocks
 from jaxsoftmax.ops.attention.context_parallel.order import position_of
 from jaxsoftmax.ops.attention.operands import (
     AXES,
@@ -317,7 +317,7 @@ class _TiledAttention:
         return lax.scan(lambda *args: (body(*args), None), carry, tiles)[0]
 
     def _visible(self, block):
-        """Marks the tiles that the window leaves, `[rows of tiles, columns of tiles]`."""
+        """Marks the tiles that the window and the mask function leave, `[rows of tiles, columns of tiles]`."""
         is_known = self["query_offset"] is None and self.zigzag is None
         (rows, cols), (left, right) = block, self.window if is_known else (None, None)
         i, j = np.indices([-(-length // size) for length, size in zip(self.lengths, block, strict=True)])
@@ -326,6 +326,8 @@ class _TiledAttention:
             visible &= (j + 1) * cols - 1 >= i * rows - left
         if right is not None:
             visible &= j * cols <= (i + 1) * rows - 1 + right
+        if is_known and self.mask_mod is not None and self["query_numbers"] is None:
+            visible &= mask_blocks.classify(self.mask_mod, self.lengths, rows, cols) != mask_blocks.EMPTY
         return visible
 
     def _sees_all(self):
