@@ -88,6 +88,53 @@ class TracedFunction:
 
         return _without_hidden(_simplified(jax.make_jaxpr(run), self.program.in_avals))
 
+    def with_loads(self, names: Sequence[str]) -> tuple[ClosedJaxpr, tuple["TableLoad", ...]]:
+        """Returns a program of derivatives by what a score function reads of the tables `names`, and the loads.
+
+        The program returns what `with_slope` does, then the derivatives of the result by loads that depend on the score.
+
+        Raises:
+          NotImplementedError: the function does not read these tables element by element.
+        """
+        jaxpr, at = self.program.jaxpr, len(self.tables)
+        origins = {v: i for i, (v, name) in enumerate(zip(jaxpr.invars, self.table_names, strict=False)) if name in names}
+        leaves = _find_leaves(jaxpr, origins)
+
+        def derive(*args):
+            values = _with_moves(jaxpr, self.program.consts, args, origins)
+            found = [values[leaf] for leaf in leaves]
+
+            def run(score, *elements):
+                now = (*args[:at], score, *args[at + 1 :])
+                return _with_moves(jaxpr, self.program.consts, now, origins, dict(zip(leaves, elements, strict=True)))[None]
+
+            result, pull = jax.vjp(run, args[at], *found)
+            return result, *(x.reshape(()) for x in pull(np.ones((), result.dtype)))
+
+        whole = _simplified(jax.make_jaxpr(derive), self.program.in_avals)
+        result, slope, *factors = whole.jaxpr.outvars
+        moving = _reached(whole.jaxpr, whole.jaxpr.invars[at])
+        loads, of_score = [], []
+        for leaf, factor in zip(leaves, factors, strict=True):
+            if isinstance(factor, Literal) and factor.val == 0:
+                continue
+            is_of_score = not isinstance(factor, Literal) and factor in moving
+            place = functools.partial(self._place, leaf, origins, None if is_of_score else _with_results(whole, [factor]))
+            table = jax.ShapeDtypeStruct(jaxpr.invars[origins[leaf]].aval.shape, np.int32)
+            types = [*self.program.in_avals[:at], table, *self.program.in_avals[at:]]
+            loads.append(TableLoad(self.table_names[origins[leaf]], _simplified(jax.make_jaxpr(place), types), is_of_score))
+            of_score += [factor] * is_of_score
+        return _with_results(whole, [result, slope, *of_score]), tuple(loads)
+
+    def _place(self, leaf, origins, factor: ClosedJaxpr | None, *args):
+        """Returns the place of a load in its table, below 0 for none; and the derivative by it, if a program has that."""
+        at, (number, constants) = len(self.tables), (origins[leaf], self.program.consts)
+        operands = (*args[:at], *args[at + 1 :])
+        numbered = (*operands[:number], args[at], *operands[number + 1 :])
+        path = {v: i for v, i in origins.items() if i == number}
+        place = _with_moves(self.program.jaxpr, constants, numbered, path, wanted=leaf)[leaf].reshape(())
+        return place if factor is None else (place, *jaxpr_as_fun(factor)(*operands))
+
     def on_arrays(self, tables: Sequence[jax.Array], *arguments: jax.Array, axes: int) -> jax.Array:
         """Runs the function on arrays.
 
@@ -100,6 +147,77 @@ class TracedFunction:
           An array with `axes` axes, of size 1 where nothing that the function reads varies.
         """
         return _over_axes(axes, lambda *args: jaxpr_as_fun(self.program)(*args)[0], [*tables, *arguments])
+
+
+@dataclass(frozen=True)
+class TableLoad:
+    """A place in a score function that reads an element of a table whose cotangent is wanted.
+
+    Attributes:
+      name: the operand that is the table.
+      program: takes what the function takes, with an int32 table of the numbers from 0 on behind its tables. It returns the
+        number of the element, below 0 for none, and the derivative of the result by it if that does not depend on the score.
+      is_of_score: True if it does. The program that comes with the loads then returns it.
+    """
+
+    name: str
+    program: ClosedJaxpr
+    is_of_score: bool
+
+
+def _find_leaves(jaxpr: Jaxpr, origins: dict[Any, int]) -> list[Any]:
+    """Lists the elements of tables that a program computes with. Adds to `origins` the tables that parts are parts of."""
+    leaves = []
+    for eqn in _live_eqns(jaxpr)[0]:
+        is_load = eqn.primitive.name in _LOADS
+        leaves += [v for v in eqn.invars[is_load:] if not isinstance(v, Literal) and v in origins and v not in leaves]
+        if is_load and eqn.invars[0] in origins:
+            origins[eqn.outvars[0]] = origins[eqn.invars[0]]
+    leaves += [v for v in jaxpr.outvars if not isinstance(v, Literal) and v in origins]
+    if any(leaf.aval.size != 1 for leaf in leaves):
+        raise NotImplementedError("several elements of an array at once")
+    return leaves
+
+
+def _with_moves(jaxpr, constants, arguments, origins, elements=None, wanted=None) -> dict[Any, Any]:
+    """Evaluates a program; returns its values by variable, and its result by None.
+
+    `elements` stand for the parts of tables that it computes with. If a part is `wanted`, nothing else is computed, and the tables
+    that `origins` names are int32, with -1 where a load is out of bounds.
+    """
+    values: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True)) | dict(
+        zip(jaxpr.invars, arguments, strict=True)
+    )
+    elements = elements or {}
+    eqns = _live_eqns(jaxpr if wanted is None else jaxpr.replace(outvars=[wanted]))[0]
+    for eqn in eqns:
+        is_load = eqn.primitive.name in _LOADS
+        operands = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars[:is_load]]
+        operands += [v.val if isinstance(v, Literal) else elements.get(v, values[v]) for v in eqn.invars[is_load:]]
+        params = dict(eqn.primitive.get_bind_params(eqn.params))
+        if wanted is not None and "fill_value" in params and eqn.invars[0] in origins:
+            params["fill_value"] = -1
+        results = eqn.primitive.bind(*operands, **params)
+        values |= zip(eqn.outvars, results if eqn.primitive.multiple_results else [results], strict=True)
+    if wanted is None:
+        (out,) = jaxpr.outvars
+        values[None] = out.val if isinstance(out, Literal) else elements.get(out, values[out])
+    return values
+
+
+def _reached(jaxpr: Jaxpr, start: Any) -> set[Any]:
+    """Returns the variables of a program that depend on one of them."""
+    reached = {start}
+    for eqn in jaxpr.eqns:
+        if not reached.isdisjoint(v for v in eqn.invars if not isinstance(v, Literal)):
+            reached |= set(eqn.outvars)
+    return reached
+
+
+def _with_results(closed: ClosedJaxpr, results: Sequence[Any]) -> ClosedJaxpr:
+    """Returns a program with other variables as its results."""
+    jaxpr = closed.jaxpr.replace(outvars=list(results))
+    return ClosedJaxpr(jaxpr.replace(eqns=_live_eqns(jaxpr)[0]), closed.consts)
 
 
 def _over_axes(axes: int, function: Callable[..., jax.Array], arrays: Sequence[jax.Array]) -> jax.Array:
