@@ -569,6 +569,50 @@ def load_at(address, kind, index):
     return word if word.type == kind else arith.bitcast(kind, word)
 
 
+def add_at(address, places, elements, *, varies: tuple[bool, bool]) -> None:
+    """Adds the elements of a product to those of a line of float32 in global memory, in any order.
+
+    Elements of one place are summed in registers first.
+
+    Args:
+      address: int64, the address of the line.
+      places: registers of the places of the elements, int32, below 0 for none: of all of them, of a thread's two rows, of each
+        pair of its columns, or of each pair of the product.
+      elements: registers of the product.
+      varies: True for each of rows and columns along which places vary.
+    """
+    pairs = [[llvm.extractelement(register, constant(e)) for e in range(2)] for register in elements]
+    lane, mine = arith.remui(thread(), constant(WARP)), None
+    rows = pairs[::2], pairs[1::2]
+
+    def total(values, steps):
+        return _summed_over_lanes(functools.reduce(arith.addf, values), steps)
+
+    if varies == (True, True):
+        wanted = [
+            (llvm.extractelement(r, constant(e)), pair[e]) for r, pair in zip(places, pairs, strict=True) for e in range(2)
+        ]
+    elif varies == (True, False):  # 4 lanes have a row
+        wanted = [(scalar(r), total(itertools.chain(*row), (1, 2))) for r, row in zip(places, rows, strict=True)]
+        mine = compare("eq", arith.remui(lane, constant(4)), constant(0))
+    elif varies == (False, True):  # 8 lanes have a column
+        wanted = [
+            (llvm.extractelement(r, constant(e)), total((above[e], below[e]), (4, 8, 16)))
+            for r, above, below in zip(places, *rows, strict=True)
+            for e in range(2)
+        ]
+        mine = compare("ult", lane, constant(4))
+    else:
+        wanted = [(places[0], total(itertools.chain(*pairs), (1, 2, 4, 8, 16)))]
+        mine = compare("eq", lane, constant(0))
+    zero = utils.c(0.0, ir.F32Type.get())
+    for place, value in wanted:
+        inside = both(compare("sge", place, constant(0)), arith.cmpf(arith.CmpFPredicate.UNE, value, zero))
+        inside = inside if mine is None else both(inside, mine)
+        at = arith.addi(address, arith.muli(i64(place), i64(4)))
+        utils.inline_ptx("@$2 red.global.add.f32 [$0], $1;", at, value, inside, has_side_effects=True)
+
+
 def scalar(register):
     """Returns the element of a register that has one."""
     return llvm.extractelement(register, *constants([0])) if isinstance(register.type, ir.VectorType) else register

@@ -88,7 +88,7 @@ class TracedFunction:
 
         return _without_hidden(_simplified(jax.make_jaxpr(run), self.program.in_avals))
 
-    def with_loads(self, names: Sequence[str]) -> tuple[ClosedJaxpr, tuple["TableLoad", ...]]:
+    def with_loads(self, names: tuple[str, ...]) -> tuple[ClosedJaxpr, tuple["TableLoad", ...]]:
         """Returns a program of derivatives by what a score function reads of the tables `names`, and the loads.
 
         The program returns what `with_slope` does, then the derivatives of the result by loads that depend on the score.
@@ -96,44 +96,7 @@ class TracedFunction:
         Raises:
           NotImplementedError: the function does not read these tables element by element.
         """
-        jaxpr, at = self.program.jaxpr, len(self.tables)
-        origins = {v: i for i, (v, name) in enumerate(zip(jaxpr.invars, self.table_names, strict=False)) if name in names}
-        leaves = _find_leaves(jaxpr, origins)
-
-        def derive(*args):
-            values = _with_moves(jaxpr, self.program.consts, args, origins)
-            found = [values[leaf] for leaf in leaves]
-
-            def run(score, *elements):
-                now = (*args[:at], score, *args[at + 1 :])
-                return _with_moves(jaxpr, self.program.consts, now, origins, dict(zip(leaves, elements, strict=True)))[None]
-
-            result, pull = jax.vjp(run, args[at], *found)
-            return result, *(x.reshape(()) for x in pull(np.ones((), result.dtype)))
-
-        whole = _simplified(jax.make_jaxpr(derive), self.program.in_avals)
-        result, slope, *factors = whole.jaxpr.outvars
-        moving = _reached(whole.jaxpr, whole.jaxpr.invars[at])
-        loads, of_score = [], []
-        for leaf, factor in zip(leaves, factors, strict=True):
-            if isinstance(factor, Literal) and factor.val == 0:
-                continue
-            is_of_score = not isinstance(factor, Literal) and factor in moving
-            place = functools.partial(self._place, leaf, origins, None if is_of_score else _with_results(whole, [factor]))
-            table = jax.ShapeDtypeStruct(jaxpr.invars[origins[leaf]].aval.shape, np.int32)
-            types = [*self.program.in_avals[:at], table, *self.program.in_avals[at:]]
-            loads.append(TableLoad(self.table_names[origins[leaf]], _simplified(jax.make_jaxpr(place), types), is_of_score))
-            of_score += [factor] * is_of_score
-        return _with_results(whole, [result, slope, *of_score]), tuple(loads)
-
-    def _place(self, leaf, origins, factor: ClosedJaxpr | None, *args):
-        """Returns the place of a load in its table, below 0 for none; and the derivative by it, if a program has that."""
-        at, (number, constants) = len(self.tables), (origins[leaf], self.program.consts)
-        operands = (*args[:at], *args[at + 1 :])
-        numbered = (*operands[:number], args[at], *operands[number + 1 :])
-        path = {v: i for v, i in origins.items() if i == number}
-        place = _with_moves(self.program.jaxpr, constants, numbered, path, wanted=leaf)[leaf].reshape(())
-        return place if factor is None else (place, *jaxpr_as_fun(factor)(*operands))
+        return _derive_loads(self, names)
 
     def on_arrays(self, tables: Sequence[jax.Array], *arguments: jax.Array, axes: int) -> jax.Array:
         """Runs the function on arrays.
@@ -165,6 +128,49 @@ class TableLoad:
     is_of_score: bool
 
 
+@functools.lru_cache(maxsize=64)
+def _derive_loads(function: TracedFunction, names: tuple[str, ...]) -> tuple[ClosedJaxpr, tuple[TableLoad, ...]]:
+    jaxpr, at = function.program.jaxpr, len(function.tables)
+    origins = {v: i for i, (v, name) in enumerate(zip(jaxpr.invars, function.table_names, strict=False)) if name in names}
+    leaves = _find_leaves(jaxpr, origins)
+
+    def derive(*args):
+        values = _with_moves(jaxpr, function.program.consts, args, origins)
+        found = [values[leaf] for leaf in leaves]
+
+        def run(score, *elements):
+            now = (*args[:at], score, *args[at + 1 :])
+            return _with_moves(jaxpr, function.program.consts, now, origins, dict(zip(leaves, elements, strict=True)))[None]
+
+        result, pull = jax.vjp(run, args[at], *found)
+        return result, *(x.reshape(()) for x in pull(np.ones((), result.dtype)))
+
+    whole = _simplified(jax.make_jaxpr(derive), function.program.in_avals)
+    result, slope, *factors = whole.jaxpr.outvars
+    moving = _reached(whole.jaxpr, whole.jaxpr.invars[at])
+    loads, of_score = [], []
+    for leaf, factor in zip(leaves, factors, strict=True):
+        if isinstance(factor, Literal) and factor.val == 0:
+            continue
+        is_of_score = not isinstance(factor, Literal) and factor in moving
+        place = functools.partial(_place, function, leaf, origins, None if is_of_score else with_results(whole, [factor]))
+        table = jax.ShapeDtypeStruct(jaxpr.invars[origins[leaf]].aval.shape, np.int32)
+        types = [*function.program.in_avals[:at], table, *function.program.in_avals[at:]]
+        loads.append(TableLoad(function.table_names[origins[leaf]], _simplified(jax.make_jaxpr(place), types), is_of_score))
+        of_score += [factor] * is_of_score
+    return with_results(whole, [result, slope, *of_score]), tuple(loads)
+
+
+def _place(function, leaf, origins, factor: ClosedJaxpr | None, *args):
+    """Returns the place of a load in its table, below 0 for none; and the derivative by it, if a program has that."""
+    at, (number, constants) = len(function.tables), (origins[leaf], function.program.consts)
+    operands = (*args[:at], *args[at + 1 :])
+    numbered = (*operands[:number], args[at], *operands[number + 1 :])
+    path = {v: i for v, i in origins.items() if i == number}
+    place = _with_moves(function.program.jaxpr, constants, numbered, path, wanted=leaf)[leaf].reshape(())
+    return place if factor is None else (place, *jaxpr_as_fun(factor)(*operands))
+
+
 def _find_leaves(jaxpr: Jaxpr, origins: dict[Any, int]) -> list[Any]:
     """Lists the elements of tables that a program computes with. Adds to `origins` the tables that parts are parts of."""
     leaves = []
@@ -182,8 +188,8 @@ def _find_leaves(jaxpr: Jaxpr, origins: dict[Any, int]) -> list[Any]:
 def _with_moves(jaxpr, constants, arguments, origins, elements=None, wanted=None) -> dict[Any, Any]:
     """Evaluates a program; returns its values by variable, and its result by None.
 
-    `elements` stand for the parts of tables that it computes with. If a part is `wanted`, nothing else is computed, and the tables
-    that `origins` names are int32, with -1 where a load is out of bounds.
+    `elements` stand for the parts of tables that it computes with. If a part is `wanted`, nothing else is computed, and the
+    tables that `origins` names are int32, with -1 where a load is out of bounds.
     """
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True)) | dict(
         zip(jaxpr.invars, arguments, strict=True)
@@ -214,7 +220,7 @@ def _reached(jaxpr: Jaxpr, start: Any) -> set[Any]:
     return reached
 
 
-def _with_results(closed: ClosedJaxpr, results: Sequence[Any]) -> ClosedJaxpr:
+def with_results(closed: ClosedJaxpr, results: Sequence[Any]) -> ClosedJaxpr:
     """Returns a program with other variables as its results."""
     jaxpr = closed.jaxpr.replace(outvars=list(results))
     return ClosedJaxpr(jaxpr.replace(eqns=_live_eqns(jaxpr)[0]), closed.consts)

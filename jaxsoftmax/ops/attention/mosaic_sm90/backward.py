@@ -125,16 +125,27 @@ def plan(problem: AttentionProblem, target: Target) -> BackwardPlan | Refusal:
         return Refusal(f"there must be at most {_MAX_MASKED} keys with a bias or a mask, got {keys}")
     if "bias" in wanted and is_deterministic and _is_same_for_all_keys(shape := types["bias"].shape, problem):
         return Refusal(f"the derivative of a bias that is the same for all keys, {shape}, is summed in any order")
-    if tables := [name for name in wanted if name in TABLES]:
-        reason = f"the derivatives of arrays that score_mod reads have no kernel, got {', '.join(tables)}"
-        return Refusal(reason, lacks_kernel=True)
+    if any(name in TABLES for name in wanted) and is_deterministic:
+        return Refusal("derivatives of arrays that score_mod reads are summed in any order", lacks_kernel=True)
     geometry = None
     if set(wanted) - {"sinks"}:
         geometry = shape_backward(types, target, wanted, is_deterministic, is_partial, **problem.options)
-        for function in geometry.functions.values():
-            if (reason := reason_against(function, types)) is not None:
-                return Refusal(reason)
+        if (refusal := _refuse_functions(geometry, types)) is not None:
+            return refusal
     return BackwardPlan(geometry, tuple(wanted), params["window"], is_partial, bool(problem.functions))
+
+
+def _refuse_functions(geometry: BackwardGeometry, types) -> Refusal | None:
+    """Refuses programs of score and mask functions, and derivatives of what they read, which the kernel does not have."""
+    of_tables = "derivatives of arrays that score_mod reads have no kernel"
+    if geometry.tables and geometry.config.roles:
+        return Refusal(f"{of_tables} for these head sizes", lacks_kernel=True)
+    try:
+        functions = [*geometry.functions.values(), *(function for _, function in geometry.loads.values())]
+    except NotImplementedError as problem:
+        return Refusal(f"{of_tables} where it reads {problem}", lacks_kernel=True)
+    reasons = (reason_against(function, types) for function in functions)
+    return next((Refusal(reason, lacks_kernel=bool(geometry.tables)) for reason in reasons if reason is not None), None)
 
 
 def _is_same_for_all_keys(shape, problem: AttentionProblem) -> bool:
@@ -151,13 +162,14 @@ def launch(
     `is_partial` is that of `BackwardPlan`, and `initial_d_query` what the kernel adds the cotangent of queries to; None for 0.
 
     Returns:
-      The cotangents of "query", "key" and "value", and of "bias" if it is wanted, `[*batch, ...]`.
+      The cotangents of "query", "key" and "value", and of "bias" and tables if these are wanted, `[*batch, ...]`.
     """
     tables = {"spans": _spans(geometry, operands)} if geometry.is_varying else {}
     refs, records = _lay_out(geometry, operands | tables, lse, delta, d_out)
     if geometry.bias_gradient is not BiasGradient.NONE:
         *entries, heads, rows, _ = _bias_sums(geometry, operands["bias"].shape)
         records["dbias"] = record(geometry.batch, tuple(entries), heads, rows)
+    records |= {f"d_{name}": record(geometry.batch, operands[name].shape[:-2]) for name in geometry.tables}
     # In a loop XLA would make one fusion of the kernel and the slices of its operands, and forget what it writes in place.
     large = [name for name in refs if name not in ("lse", "delta")]
     refs.update(zip(large, lax.optimization_barrier([refs[name] for name in large]), strict=True))
@@ -270,6 +282,8 @@ def _written(geometry: BackwardGeometry, operands, d_query) -> OrderedDict[str, 
         written["turns"] = jnp.zeros((turns,), jnp.int32)
     if geometry.adds_to_keys:
         written["dk_dv"] = jnp.zeros(_sums_shape(geometry), jnp.float32)  # one array: XLA would copy one of two equal ones
+    for name in geometry.tables:
+        written[f"d_{name}"] = jnp.zeros((math.prod(operands[name].shape[:-2]), operands[name].shape[-1]), jnp.float32)
     if geometry.bias_gradient is not BiasGradient.NONE:
         written["dbias"] = _initial_d_bias(geometry, _bias_sums(geometry, operands["bias"].shape))
         if geometry.adds_bias_in_turns:
@@ -347,6 +361,7 @@ def _cotangents(geometry: BackwardGeometry, operands, written, results, is_parti
     dq = dq if is_partial else geometry.scale * dq
     arrays = {"query": dq[:, :length, :, :head_size], "key": dk[:, :keys, :, :head_size], "value": dv[:, :keys, :, :value_size]}
     cotangents = {name: array.reshape(*geometry.batch, *array.shape[1:]) for name, array in arrays.items()}
+    cotangents |= {name: written[f"d_{name}"].reshape(operands[name].shape) for name in geometry.tables}
     if d_bias is not None:
         bias = operands["bias"].shape
         sums = _bias_sums(geometry, bias)

@@ -307,12 +307,12 @@ class BackwardScores:
         if geometry.functions and weighs and has_one_head:
             self.functions = self._functions_of(tile.group * geometry.heads_per_tile)
 
-    def _functions_of(self, head) -> TileFunctions:
-        """Loads what score and mask functions read for a query head."""
+    def _functions_of(self, head, functions=None) -> TileFunctions:
+        """Loads what functions read for a query head: score and mask functions, or others."""
         geometry, tile = self.geometry, self.tile
         offset = tile.offset if "query_offset" in self.operands else None
         at = {"b": tile.b, "head": head, "first": self.first, "offset": offset, "rows_are_queries": False}
-        return TileFunctions(geometry.functions, self.operands, geometry.lengths, self.shape[1], **at)
+        return TileFunctions(functions or geometry.functions, self.operands, geometry.lengths, self.shape[1], **at)
 
     def load(self, current):
         """Loads the bias and the mask of a step, and what functions read of tables, from global memory."""
@@ -327,13 +327,15 @@ class BackwardScores:
         return loaded
 
     def weights(self, s, lse, loaded, current):
-        """Returns the weights of a block of queries, and the derivative of the scores by the products, scaled.
+        """Returns the weights of a block of queries, the derivative of the scores by the products, scaled, and `change`.
 
-        That is None for 1: without a score function and a soft cap.
+        The derivative is None for 1: without a score function and a soft cap. `change` is for `add_to_tables`: the derivative
+        of the soft cap, or None, and those of the score function by elements of tables that depend on scores.
         """
-        slope, factor, is_hidden = None, self.geometry.scale, None
+        slope, factor, is_hidden, bend, by_elements = None, self.geometry.scale, None, None, []
         if self.geometry.score_mod is not None:
-            (s, slope), factor = self._changed(times(factor, s), loaded["functions"], current), 1
+            s, slope, by_elements = self._changed(times(factor, s), loaded["functions"], current)
+            factor = 1
         if (cap := self.geometry.soft_cap) is not None:
             if self.geometry.score_mod is not None:
                 is_hidden = s == -jnp.inf
@@ -352,15 +354,16 @@ class BackwardScores:
         p = jnp.exp2(s if self.geometry.is_seeded or self.geometry.is_natural else s - along_rows(lse, s.shape))
         if self.is_banded:
             p = lax.cond(current.banded, lambda p: self._masked(p, loaded, current), lambda p: p, p)
-        return p, slope
+        return p, slope, (bend, by_elements)
 
     def _changed(self, s, functions, current):
-        """Returns what the score function makes of scores, and its derivative by them: an array, a number, or None for 1."""
+        """Returns what the score function makes of scores, its derivative by them, and those by elements of tables.
+
+        The former is an array, a number, or None for 1.
+        """
         slope = self.geometry.slope
-        results = functions.results("score_mod", s, current.block * self.shape[1])
-        if len(results) > 1:
-            return results
-        return results[0], None if slope == 1 else slope
+        s, *others = functions.results("score_mod", s, current.block * self.shape[1])
+        return (s, others[0], others[1:]) if slope is None else (s, None if slope == 1 else slope, others)
 
     def _masked(self, p, loaded, current):
         """Returns the weights of a block of queries, 0 where functions, segments, the window or the lengths hide a key.
@@ -395,11 +398,24 @@ class BackwardScores:
             dp = where_kept(kept, dp * self.kept_factor)
         return dp if delta is None else dp - along_rows(delta, dp.shape)
 
-    def derivatives(self, p, slope, dp, delta, kept, current):
+    def derivatives(self, p, slope, change, dp, delta, kept, current):
         """Returns the derivatives of the products of keys and queries."""
         ds = p * self.less_delta(dp, delta, kept)
         self.add_to_bias(ds, current)
+        self.add_to_tables(ds, change, current)
         return self.times_slope(ds, p, slope)
+
+    def add_to_tables(self, ds, change, current) -> None:
+        """Adds to the derivatives of tables in global memory, in float32, in any order."""
+        if not self.geometry.tables:
+            return
+        bend, by_elements = change
+        ds = ds if bend is None else ds * bend
+        by_elements, start = iter(by_elements), current.block * self.shape[1]
+        loads = self.geometry.loads
+        functions = self._functions_of(current.head, {name: function for name, (_, function) in loads.items()})
+        for name, (load, _) in loads.items():
+            functions.add(name, jnp.where(ds == 0, 0.0, ds * next(by_elements)) if load.is_of_score else ds, start)
 
     def times_slope(self, ds, p, slope):
         """Multiplies by the derivative of scores by products, which may be NaN or infinite where the weight `p` is 0."""
@@ -878,10 +894,11 @@ class HalfConsumer(BackwardConsumer):
         loaded = scores.load(current)
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=others)
         lse = None if geometry.is_seeded else plgpu.load(self.line("q_lse", current.stage))
-        p, slope = scores.weights(s, lse, loaded, current)
+        p, slope, change = scores.weights(s, lse, loaded, current)
         kept = scores.kept(current)
         rounded = self.rounded(where_kept(kept, p))
-        if geometry.bias_gradient is BiasGradient.NONE:  # nothing needs weights and slopes apart: fewer registers
+        if geometry.bias_gradient is BiasGradient.NONE and not geometry.tables:
+            # Nothing needs weights and slopes apart. With a soft cap ptxas spills 872 bytes so, and 1588 otherwise (size 64).
             p, slope = scores.times_slope(p, p, slope), None
         p, rounded = lax.optimization_barrier((p, rounded))
         others = self.multiply_columns(dv_acc, rounded, do)
@@ -891,7 +908,7 @@ class HalfConsumer(BackwardConsumer):
             pl.when(current.index > 0)(self.await_staged)
         delta = None if geometry.seeds_delta else self._delta(current)
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=others)
-        return self.rounded(scores.derivatives(p, slope, dp, delta, kept, current))
+        return self.rounded(scores.derivatives(p, slope, change, dp, delta, kept, current))
 
     def _seed(self, name, stage, shape):
         """Loads what a sum of products starts with, from a line in shared memory."""
@@ -943,7 +960,7 @@ class WeightsConsumer(BackwardConsumer):
         lse = plgpu.load(self.line("q_lse", current.stage))
         loaded = scores.load(current)
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-        p, slope = scores.weights(s, lse, loaded, current)
+        p, slope, _ = scores.weights(s, lse, loaded, current)
         kept = self.rounded(where_kept(scores.kept(current), p))
         if geometry.replaces_weights:
             self.await_other(current)  # derivatives of the step before the last one have been read

@@ -30,6 +30,8 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     tail_of,
 )
 from jaxsoftmax.ops.attention.mosaic_sm90.functions import Function
+from jaxsoftmax.ops.attention.operands import TABLES
+from jaxsoftmax.ops.attention.score_functions import TableLoad, with_results
 
 SIZES = (64, 128, 256)  # head sizes on chip
 CONSUMERS = 2  # consumer warpgroups
@@ -145,6 +147,7 @@ class BackwardGeometry(AttentionGeometry):
     is_varying: bool  # operands say which queries a block of keys visits
     # True if a tile has one of several query heads that share its keys. Tiles then add dK and dV, in float32.
     has_single_heads: bool = False
+    tables: tuple[str, ...] = ()  # operands that the score function reads whose cotangents are wanted
     # Heads, the last ones, whose tiles are cut: several blocks of threads share the steps of a tile, which are all blocks of
     # queries, so that all blocks of threads end together. They add dK and dV, in float32.
     cut_heads: int = 0
@@ -234,13 +237,31 @@ class BackwardGeometry(AttentionGeometry):
 
     @property
     def functions(self) -> dict[str, Function]:
-        """Programs of the score and mask functions, by name. A slope that is no number is a second result."""
-        functions = {}
-        if self.score_mod is not None:
-            functions["score_mod"] = Function.of(self.score_mod, self.score_mod.with_slope if self.slope is None else None)
+        """Programs of the score and mask functions, by name.
+
+        That of scores has the slope as another result, if it is no number, and then derivatives by elements of tables.
+        """
+        functions, function = {}, self.score_mod
+        if function is not None:
+            program = function.with_loads(self.tables)[0] if self.tables else function.with_slope
+            result, slope, *others = program.jaxpr.outvars
+            wanted = [result, *others] if self.slope is not None else [result, slope, *others]
+            functions["score_mod"] = Function.of(function, with_results(program, wanted))
         if self.mask_mod is not None:
             functions["mask_mod"] = Function.of(self.mask_mod)
         return functions
+
+    @property
+    def loads(self) -> dict[str, tuple[TableLoad, Function]]:
+        """Loads by which cotangents of tables are wanted, with their programs, by name."""
+        function = self.score_mod
+        if not self.tables:
+            return {}
+        loads: tuple[TableLoad, ...] = function.with_loads(self.tables)[1]
+        return {
+            f"load_{i}": (load, replace(Function.of(function, load.program), gradient=f"d_{load.name}"))
+            for i, load in enumerate(loads)
+        }
 
     @property
     def is_natural(self) -> bool:
@@ -666,6 +687,7 @@ def shape_backward(
         value_size=value_size,
         bias_gradient=bias_gradient,
         is_deterministic=is_deterministic,
+        tables=tuple(name for name in wanted if name in TABLES),
         is_varying=has_limits or has_mask_mod or ("mask" in types and key_blocks.is_shared(types["mask"])),
     )
     plain = shape(config=config)

@@ -66,9 +66,12 @@ class Value:
 
 @dataclass(frozen=True)
 class View:
-    """A part of a table: element `i` is at `offset + sum(i * strides)` of the flat table."""
+    """A part of a table: element `i` is at `offset + sum(i * strides)` of the flat table.
 
-    table: int
+    `table` is its number, or None for a table whose elements are the numbers from 0 on.
+    """
+
+    table: int | None
     dtype: np.dtype  # of the table in memory
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -237,6 +240,8 @@ class Evaluation:
     def load(self, view: View) -> Value:
         """Loads an element of a table. A float of 16 bits comes as float32."""
         index, dtype = view.offset, np.dtype(view.dtype)
+        if view.table is None:
+            return replace(index, dtype=dtype)
         wide = np.dtype(np.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
         result = self.loaded.get(len(self.loads))
         if result is None:
@@ -783,12 +788,14 @@ class Function:
       tables: names of the operands that are its tables.
       takes_score: True if it takes a score before `POSITIONS`.
       used: names of the arguments that it reads.
+      gradient: operand to which the derivatives by a table are added, or None. The program is then that of a `TableLoad`.
     """
 
     program: ClosedJaxpr
     tables: tuple[str, ...]
     takes_score: bool
     used: frozenset[str]
+    gradient: str | None = None
 
     @classmethod
     def of(cls, function: TracedFunction, program: ClosedJaxpr | None = None) -> "Function":
@@ -798,7 +805,8 @@ class Function:
     @property
     def operands(self) -> tuple[str, ...]:
         """Names of the operands that it reads where they are present."""
-        return (*self.tables, *(name for name, argument in zip(NUMBERS, POSITIONS, strict=True) if argument in self.used))
+        numbers = (name for name, argument in zip(NUMBERS, POSITIONS, strict=True) if argument in self.used)
+        return (*self.tables, *numbers, *([] if self.gradient is None else [self.gradient]))
 
 
 def reason_against(function: Function, types: Mapping[str, Any]) -> str | None:
@@ -848,6 +856,9 @@ def _arguments(function, evaluation, dtypes, query, key, lengths, offset, head=N
     arguments: list[Any] = []
     for name, variable in zip(function.tables, function.program.jaxpr.invars, strict=False):
         arguments.append(view(name, variable.aval.shape))
+    if function.gradient is not None:
+        shape = function.program.jaxpr.invars[len(function.tables)].aval.shape
+        arguments.append(View(None, _INDEX, shape, _strides(shape), zero))
     if function.takes_score:
         arguments.append(score or Value(TILE, np.dtype(np.float32), of_score=True))
     position = query
@@ -922,6 +933,31 @@ class TileFunctions:
         count = len(self.functions[name].program.jaxpr.outvars)
         return self._run(name, s, start, lambda evaluation, results, score: results, count)
 
+    def add(self, name: str, values: jax.Array, start) -> None:
+        """Adds derivatives to that of a table, in float32, in any order.
+
+        Args:
+          name: name of a function with a `gradient`.
+          values: derivatives by the results of the score function, from column `start` on. The program may have a factor.
+          start: first column.
+        """
+        function = self.functions[name]
+        address = self._present(function).index(function.gradient)
+
+        def add(evaluation, results, values):
+            place, *factors = results
+            for factor in factors:
+                if factor.known is None or factor.known != 1:
+                    product, zero = evaluation.compute("mul", values, factor), _known(0, np.float32)
+                    values = evaluation.compute("select_n", evaluation.compute("eq", values, zero), product, zero)
+            places, elements = evaluation.registers(place, place.kind), evaluation.registers(values, TILE)
+            wgmma.add_at(
+                evaluation.tables[address], places, elements, varies=(bool(place.kind & ROW), bool(place.kind & COLUMN))
+            )
+            return []
+
+        self._evaluate(function, values, start, self._loaded[name], add, None)
+
     def known(self, name: str) -> list[Any]:
         """Returns for each result of a function the number that it always is, or None."""
         results, _ = self._described(self.functions[name])
@@ -973,7 +1009,7 @@ class TileFunctions:
           start: first column, or None likewise.
           loaded: what `_load` returned.
           finish: function of an evaluation, results and scores that returns values.
-          kinds: types of the arrays that are made of these values.
+          kinds: types of the arrays that are made of these values, or None for none.
         """
         names = self._present(function)
         records = [self.operands[name] for name in names]
@@ -1002,7 +1038,7 @@ class TileFunctions:
             number = Value(NUMBER, _INDEX, [head], is_natural=True)
             arguments = self._arguments(function, evaluation, rows, columns, position, number, value)
             results = finish(evaluation, evaluation.run(function.program, arguments), value)
-            wanted = (NUMBER if not k.shape else ROW if len(k.shape) == 1 else TILE for k in kinds)
+            wanted = (NUMBER if not k.shape else ROW if len(k.shape) == 1 else TILE for k in kinds or ())
             return [evaluation.registers(result, kind) for result, kind in zip(results, wanted, strict=True)]
 
         refs = tuple(record.ref for record in records)
