@@ -1,0 +1,378 @@
+"""Score and mask functions on the Mosaic GPU kernel of attention: the evaluator, the forward kernel, and what is refused.
+
+Without a GPU the evaluator runs in an emulator of MLIR and PTX, and the kernel in an interpreter, where `jax.vmap` stands for
+the evaluator. Native tests run both together.
+"""
+
+import functools
+import re
+from dataclasses import replace
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxsoftmax
+from jaxsoftmax import explain
+from jaxsoftmax._core.implementation import Refusal
+from jaxsoftmax._core.target import HOPPER
+from jaxsoftmax._gpu import wgmma
+from jaxsoftmax._gpu.kernel import kernel_of
+from jaxsoftmax.ops.attention import key_blocks, primitive
+from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
+from jaxsoftmax.ops.attention.mosaic_sm90.common import ROWS, lay_out
+from jaxsoftmax.ops.attention.mosaic_sm90.forward import ForwardPlan
+from jaxsoftmax.ops.attention.mosaic_sm90.functions import Function, TileFunctions, reason_against
+from jaxsoftmax.ops.attention.score_functions import functions_and_operands, wide_tables
+
+from ..support import cases
+from ..support.attention import interpreted, values
+from ..support.emulator import emulated
+
+BATCH, HEADS, LENGTH = 2, 4, 384
+RNG = np.random.default_rng(0)
+DOCUMENTS = jnp.asarray(np.sort(RNG.integers(0, 5, LENGTH)), jnp.int32)
+SLOPES = jnp.asarray([0.25, 0.125, 0.0625, 0.03125], jnp.bfloat16)
+RELATIVE = jnp.asarray(RNG.standard_normal((HEADS, 2 * LENGTH - 1)), jnp.float32)
+BUCKETS = jnp.asarray(RNG.standard_normal((32, HEADS)), jnp.float32)
+OF_KEYS = jnp.asarray(RNG.standard_normal((BATCH, 1, LENGTH)), jnp.float16)
+BYTES = jnp.asarray(RNG.integers(-100, 100, LENGTH), jnp.int8)
+IS_OPEN = jnp.asarray(RNG.random(LENGTH) < 0.7)
+PREFIX = jnp.asarray([100, 37], jnp.int32)
+
+
+def bucket(query, key):
+    """Returns T5's bucket of a distance."""
+    distance = jnp.abs(query - key)
+    far = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / 8) / np.log(128 / 8) * 8
+    near = jnp.where(distance < 8, distance, jnp.minimum(8 + far.astype(jnp.int32), 15))
+    return near + 16 * (key > query).astype(jnp.int32)
+
+
+MASKS = {
+    "causal": lambda b, h, q, k: q >= k,
+    "window": lambda b, h, q, k: jnp.abs(q - k) < 70,
+    "prefix": lambda b, h, q, k: (q >= k) | (k < PREFIX[b]),
+    "documents": lambda b, h, q, k: (DOCUMENTS[q] == DOCUMENTS[k]) & (q >= k),
+    "dilated": lambda b, h, q, k: ((q - k) % 4 == 0) & (q // 64 >= k // 64),
+    "of heads": lambda b, h, q, k: (h % 2 == 0) | ~(k % 3 == 1),
+    "open": lambda b, h, q, k: IS_OPEN.at[k + 300].get(mode="fill", fill_value=False) | (q >> 5 == k >> 5),
+    "nothing": lambda b, h, q, k: (q < 0) & (k < 0),
+    "everything": lambda b, h, q, k: (q >= 0) | (k >= 0),
+    "rows": lambda b, h, q, k: (q % 2 == 1) ^ (q > 200),
+}
+SCORES = {
+    "alibi": lambda s, b, h, q, k: s - SLOPES[h].astype(s.dtype) * jnp.abs(q - k).astype(s.dtype),
+    "relative": lambda s, b, h, q, k: s + RELATIVE[h, q - k + LENGTH - 1].astype(s.dtype),
+    "buckets": lambda s, b, h, q, k: s + BUCKETS[bucket(q, k), h].astype(s.dtype),
+    "of keys": lambda s, b, h, q, k: s * OF_KEYS[b, 0, k].astype(s.dtype),
+    "bytes": lambda s, b, h, q, k: s + BYTES[q].astype(s.dtype) / 64 - BYTES[k].astype(jnp.int32).astype(s.dtype) / 50,
+    "cap": lambda s, b, h, q, k: 3 * jnp.tanh(s / 3),
+    "gate": lambda s, b, h, q, k: jax.nn.silu(s) + jax.nn.softplus(s) + jnp.expm1(jnp.minimum(s, 1)),
+    "hiding": lambda s, b, h, q, k: jnp.where(q >= k, s, -jnp.inf),
+    "lowest": lambda s, b, h, q, k: jnp.where(q % 5 == 0, float(np.finfo(np.float32).min), s),
+    "number": lambda s, b, h, q, k: jnp.zeros_like(s) + 1.5,
+    "rounded": lambda s, b, h, q, k: (s.astype(jnp.bfloat16) * SLOPES[h]).astype(s.dtype),
+    "powers": lambda s, b, h, q, k: jnp.sqrt(jnp.abs(s)) + s**3 * 1e-3 + jnp.abs(s) ** 0.7 + jnp.sign(s) * jnp.floor(s),
+    "wide": lambda s, b, h, q, k: s + 1 / (1 + q).astype(s.dtype) - jnp.log1p(k.astype(s.dtype)),
+}
+FUNCTIONS = {**{name: ("mask_mod", f) for name, f in MASKS.items()}, **{name: ("score_mod", f) for name, f in SCORES.items()}}
+
+
+def traced(name, batch=(BATCH,), heads=HEADS, dtype=jnp.float32):
+    """Returns a traced function, and the operands that it reads."""
+    kind, user = FUNCTIONS[name]
+    functions, operands = functions_and_operands("f", dtype, *[user if k == kind else None for k in KINDS], (*batch, heads))
+    return functions[kind], operands
+
+
+KINDS = ("score_mod", "mask_mod")
+
+
+# The evaluator.
+
+
+def on_tile(name, s, *, b, head, first, start, rows_are_queries=True, offset=None, numbers=None):
+    """Returns what a kernel makes of a tile of scores; `numbers` of tokens are those of `query_numbers` and `key_numbers`."""
+    kind, _ = FUNCTIONS[name]
+    function, operands = traced(name)
+    operands |= numbers or {}
+    arrays, records = lay_out((BATCH,), operands)
+    columns = s.shape[1]
+
+    def body(refs, out):
+        there = {name: replace(record, ref=refs[name]) for name, record in records.items()}
+        limits = tuple(map(jnp.int32, s.shape))
+        scores = wgmma.load_product(refs["s"], 0, 0, limits, s.shape, varies=(True, True))
+        at = {"b": jnp.int32(b), "head": jnp.int32(head), "first": jnp.int32(first), "rows_are_queries": rows_are_queries}
+        at |= {} if offset is None else {"offset": jnp.int32(offset)}
+        functions = TileFunctions({kind: Function.of(function)}, there, (LENGTH, LENGTH), columns, **at)
+        run = functions.changed if kind == "score_mod" else functions.hidden
+        wgmma.store_product(out, 0, 0, limits, run(scores, jnp.int32(start)))
+
+    kernel = kernel_of(
+        body,
+        out_type=jax.ShapeDtypeStruct(s.shape, jnp.float32),
+        grid=(1,),
+        grid_names=("block",),
+        num_threads=1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="function_mosaic",
+    )
+    return np.asarray(emulated(kernel, arrays | {"s": jnp.asarray(s)}, kernels=["function_mosaic"]))
+
+
+def expected_on_tile(name, s, *, b, head, first, start, rows_are_queries=True, offset=None):
+    kind, _ = FUNCTIONS[name]
+    function, operands = traced(name)
+    rows, columns = (np.arange(size, dtype=np.int32) + at for size, at in zip(s.shape, (first, start), strict=True))
+    query, key = (rows[:, None], columns[None]) if rows_are_queries else (columns[None], rows[:, None])
+    tables = [table.reshape(1, 1, -1) for table in wide_tables([operands[table] for table in function.table_names])]
+    scores = [s] if function.takes_score else []
+    numbers = [np.full((1, 1), number, np.int32) for number in (b, head)]
+    result = function.on_arrays(tables, *map(jnp.asarray, [*scores, *numbers, query + (offset or 0), key]), axes=2)
+    result = np.broadcast_to(result, s.shape)
+    return np.where(result, s, -np.inf) if kind == "mask_mod" else result
+
+
+@pytest.mark.parametrize("rows_are_queries", [True, False], ids=["queries", "keys"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_on_a_tile(name, rows_are_queries):
+    s = (3 * np.random.default_rng(1).standard_normal((ROWS, 64))).astype(np.float32)
+    at = {"b": 1, "head": 2, "first": 64, "start": 32, "rows_are_queries": rows_are_queries}
+    actual, expected = on_tile(name, s, **at), expected_on_tile(name, s, **at)
+    np.testing.assert_array_equal(np.isinf(actual), np.isinf(expected))
+    np.testing.assert_allclose(actual, expected, rtol=4e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["causal", "buckets", "open"])
+@pytest.mark.parametrize("offset", [-100, 90])
+def test_functions_with_an_offset(name, offset):
+    """Indices may be negative, which count from the end, and beyond the end of tables."""
+    s = np.random.default_rng(1).standard_normal((ROWS, 128)).astype(np.float32)
+    at = {"b": 0, "head": 3, "first": 0, "start": 0, "offset": offset}
+    np.testing.assert_array_equal(on_tile(name, s, **at), expected_on_tile(name, s, **at))
+
+
+@pytest.mark.parametrize("name", ["documents", "alibi"])
+@pytest.mark.parametrize("rows_are_queries", [True, False], ids=["queries", "keys"])
+def test_functions_of_tokens_with_numbers(name, rows_are_queries):
+    """Where devices share a sequence, operands number its tokens: here in an order from the last to the first."""
+    s = np.random.default_rng(1).standard_normal((ROWS, 64)).astype(np.float32)
+    at = {"b": 1, "head": 3, "rows_are_queries": rows_are_queries}
+    line = jnp.arange(LENGTH - 1, -1, -1, dtype=jnp.int32)[None]
+    actual = on_tile(name, s, first=64, start=128, numbers={"query_numbers": line, "key_numbers": line}, **at)
+    expected = expected_on_tile(name, s[::-1, ::-1], first=LENGTH - 128, start=LENGTH - 192, **at)[::-1, ::-1]
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
+REFUSED = {
+    "a sum": (lambda s, b, h, q, k: s + jnp.sum(RELATIVE[h]), "reduce_sum"),
+    "erf": (lambda s, b, h, q, k: jax.lax.erf(s), "the operation erf"),
+    "a loop": (lambda s, b, h, q, k: jax.lax.fori_loop(0, 3, lambda i, x: 2 * x, s), "the operation scan"),
+    "a remainder": (lambda s, b, h, q, k: s % 2.0, "dtype float32"),
+    "a sort": (lambda s, b, h, q, k: s + jnp.sort(BUCKETS[0])[h], "an array of several elements|sort"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_kernel_runs_is_refused(name):
+    user, reason = REFUSED[name]
+    functions, operands = functions_and_operands("f", jnp.float32, user, None, (BATCH, HEADS))
+    given = values.arrays(length=LENGTH, keys=LENGTH, heads=HEADS, dtype="bfloat16") | operands
+    types = {name: jax.typeof(jnp.asarray(x)) for name, x in given.items()}
+    said = reason_against(Function.of(functions["score_mod"]), types)
+    assert said is not None
+    assert re.search(reason, said), said
+
+
+# The forward kernel, interpreted.
+
+SHAPES = {"batch": (BATCH,), "length": LENGTH, "keys": LENGTH, "heads": 2, "key_heads": 1}  # that tiles divide
+SEGMENTS = {f"{name}_segment_ids": values.segments(LENGTH, i) for i, name in enumerate(("query", "key_value"))}
+# Names of functions, what else there is, and options of the public function.
+CALLS = {
+    **{name: ((name,), None, {}) for name in FUNCTIONS},
+    "both, and causal": (("alibi", "documents"), None, {"is_causal": True}),
+    "with a soft cap": (("hiding", "window"), None, {"logits_soft_cap": 2.0}),
+    "with lengths": (("relative", "dilated"), values.lengths_of([384, 65], [300, 129]), {}),
+    "with segments": (("causal",), lambda: dict(SEGMENTS), {}),
+    "with sinks": (("gate", "prefix"), lambda: {"sinks": values.random((2,), "bias")}, {}),
+    "with an offset": (("alibi", "causal"), lambda: {"query_offset": np.array([70, -20], np.int32)}, {}),
+}
+# What the stand-in of the evaluator does is all one: these differ in which key blocks are seen, and in what is hidden.
+INTERPRETED = ["causal", "documents", "of heads", "nothing", "hiding", "lowest", "number", *list(CALLS)[len(FUNCTIONS) :]]
+TOLERANCES = {"bfloat16": 2.0**-7, "float16": 2.0**-9, "float32": 2.0**-13}
+NO_OPTIONS = {"dropout_rate": 0.0, "precision": "high", "deterministic_gradients": False}
+TARGET = replace(HOPPER, multiprocessors=1)
+
+
+def given_for(name, **shapes):
+    _, make, _ = CALLS[name]
+    return values.arrays(**SHAPES | shapes) | ({} if make is None else make())
+
+
+def mods(name):
+    return {FUNCTIONS[each][0]: FUNCTIONS[each][1] for each in CALLS[name][0]}
+
+
+def expected_of(given, functions, options):
+    """Returns output and log-sum-exp in float64 by the reference."""
+    with jax.enable_x64(True):
+        wide = {name: np.asarray(x, np.float64) if name in ("query", "key", "value") else x for name, x in given.items()}
+        attend = functools.partial(jaxsoftmax.dot_product_attention, implementation="xla", return_residual=True)
+        return jax.tree.map(np.asarray, attend(**wide, **functions, **options))
+
+
+def assert_close(actual, expected, dtype):
+    for found, truth in zip(actual, expected, strict=True):
+        found = np.asarray(found, np.float64)
+        np.testing.assert_array_equal(np.isfinite(found), np.isfinite(truth))
+        size = np.max(np.abs(truth), initial=1, where=np.abs(truth) < 1e9)
+        np.testing.assert_allclose(found, truth, rtol=TOLERANCES[dtype], atol=size * TOLERANCES[dtype])
+
+
+def planned(given, functions, options):
+    """Returns operands and parameters of the primitive."""
+    shape = (*given["query"].shape[:-3], given["query"].shape[-2])
+    functions, operands = functions_and_operands("f", jnp.float32, *(functions.get(kind) for kind in KINDS), shape)
+    window = (None, 0 if options.get("is_causal") else None)
+    params = {"window": window, "soft_cap": options.get("logits_soft_cap"), "scale": given["query"].shape[-1] ** -0.5}
+    return interpreted.named(given) | operands, NO_OPTIONS | params | functions
+
+
+def run(operands, params):
+    out, lse = interpreted.attention(TARGET, operands, **params)
+    return out, jnp.swapaxes(lse, -1, -2)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "dtype"),
+    [
+        pytest.param(name, *kind, marks=cases.slow_unless((place + step) % 6 == 0))
+        for place, name in enumerate(INTERPRETED)
+        for step, kind in enumerate([(64, "bfloat16"), (128, "bfloat16"), (256, "bfloat16"), (64, "float16")])
+    ],
+)
+def test_the_forward_kernel_interpreted(name, size, dtype):
+    given, options = given_for(name, size=size, dtype=dtype), CALLS[name][2]
+    assert_close(run(*planned(given, mods(name), options)), expected_of(given, mods(name), options), dtype)
+
+
+def test_examples_with_tables_of_their_own():
+    given = given_for("alibi", size=64, dtype="bfloat16")
+    operands, params = planned(given, mods("alibi"), {})
+    tables = jnp.stack([SLOPES, 3 * SLOPES])
+    out, lse = run(operands | {"table_0": tables[:, None]}, params)
+    for i, table in enumerate(tables):
+        alone = {name: x[i] for name, x in given.items()}
+
+        def score_mod(s, b, h, q, k, table=table):
+            return s - table[h].astype(s.dtype) * jnp.abs(q - k).astype(s.dtype)
+
+        expected = expected_of(alone, {"score_mod": score_mod}, {})
+        assert_close((out[i], lse[i]), expected, "bfloat16")
+
+
+def test_key_blocks_that_no_query_sees_are_not_read():
+    given = given_for("causal", size=64, dtype="bfloat16")
+    given = {name: np.array(x) for name, x in given.items()}
+    functions = {"mask_mod": lambda b, h, q, k: (k >= 128) & (k < 256)}
+    expected = expected_of(given, functions, {})
+    for name in ("key", "value"):
+        given[name][:, :128] = given[name][:, 256:] = np.nan
+    assert_close(run(*planned(given, functions, {})), expected, "bfloat16")
+
+
+# Plans.
+
+
+def plan_of(functions, length=LENGTH, size=64, dtype="bfloat16", operation=primitive.ATTENTION, **options):
+    given = values.arrays(**SHAPES | {"length": length}, size=size, dtype=dtype)
+    operands, params = planned(given, functions, options)
+    types = {name: jax.typeof(operand) for name, operand in operands.items()}
+    return mosaic.plan(operation.problem(operation, types, params), TARGET)
+
+
+def test_kernels_with_functions_run_where_they_are_asked_for():
+    for length in (1, LENGTH):  # few queries are not decoded
+        plan = plan_of({"mask_mod": MASKS["causal"], "score_mod": SCORES["cap"]}, length)
+        assert isinstance(plan, Refusal)
+        assert 'where implementation="mosaic" asks for them' in plan.reason
+        assert type(plan.plan) is ForwardPlan
+        assert "score_mod and mask_mod in registers" in plan.plan.describe()
+
+
+def test_an_operation_without_a_lowering_is_the_reason():
+    plan = plan_of({"score_mod": REFUSED["erf"][0]})
+    assert isinstance(plan, Refusal)
+    assert plan.plan is None
+    assert plan.reason == "kernels have no functions with the operation erf"
+
+
+def test_tangents_run_on_the_reference():
+    given = values.arrays(**SHAPES, dtype="bfloat16")
+
+    def tangent(given):
+        attend = functools.partial(jaxsoftmax.dot_product_attention, implementation="mosaic", mask_mod=MASKS["causal"])
+        return jax.jvp(lambda query: attend(query, given["key"], given["value"]), (given["query"],), (given["query"],))
+
+    decisions = {decision.primitive: decision for decision in explain(tangent, given, platform="cuda")}
+    assert decisions["dot_product_attention"].implementation == "mosaic"
+    assert decisions["dot_product_attention_jvp"].implementation == "xla"
+
+
+def test_blocks_of_queries_cost_what_a_mask_shows():
+    def costs(functions, **options):
+        return plan_of(functions, 1024, **options).plan.geometry.costs()
+
+    causal = costs({"mask_mod": MASKS["causal"]})
+    assert causal == costs({"score_mod": SCORES["cap"]}, is_causal=True)
+    assert costs({"mask_mod": MASKS["nothing"]}) == (1,) * len(causal)
+    assert costs({"mask_mod": MASKS["window"]}, is_causal=True) < causal
+
+
+def test_spans_of_segments_and_of_a_mask_intersect():
+    rng = np.random.default_rng(0)
+    seen, whole = rng.random((2, 2, 30, 9)) < 0.7, rng.random((2, 2, 30, 9)) < 0.5
+    whole &= seen
+
+    def spans(seen, whole):
+        ends = np.asarray(key_blocks.find_ends(jnp.asarray(seen)))
+        first = np.where(whole.any(-1), whole.argmax(-1), 9)
+        behind = ~whole & (np.arange(9) > first[..., None])
+        last = np.where(behind.any(-1), behind.argmax(-1), 9)
+        return np.concatenate([ends, first[..., None], last[..., None]], -1)
+
+    found = np.asarray(key_blocks.intersect_spans(*(jnp.asarray(spans(*pair)) for pair in zip(seen, whole, strict=True))))
+    index = np.arange(9)
+    inside = (index >= found[..., :1]) & (index < found[..., 1:2])
+    assert np.all(inside | ~(seen[0] & seen[1]))
+    full = (index >= found[..., 2:3]) & (index < found[..., 3:])
+    assert np.all(~full | (whole[0] & whole[1]))
+
+
+# On a GPU.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [(64, "bfloat16"), (128, "bfloat16"), (256, "bfloat16"), (128, "float16"), (64, "float32"), (128, "float32")],
+)
+@pytest.mark.parametrize("name", CALLS)
+def test_native_values(name, size, dtype):
+    has_lengths = CALLS[name][1] is not None
+    lengths = {} if has_lengths else {"length": 300, "keys": 301}
+    given, options = given_for(name, size=size, dtype=dtype, **lengths), CALLS[name][2]
+
+    @jax.jit
+    def attend(given):
+        return jaxsoftmax.dot_product_attention(
+            **given, **mods(name), **options, implementation="mosaic", precision="high", return_residual=True
+        )
+
+    assert_close(attend(given), expected_of(given, mods(name), options), dtype)
