@@ -1,10 +1,12 @@
 """The Mosaic GPU kernel of attention's derivatives with score and mask functions, against the reference."""
 
-import dataclasses
 import functools
 import itertools
+from dataclasses import replace
+from threading import Lock
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,14 +15,19 @@ from jax.extend.core import jaxpr_as_fun
 import jaxsoftmax
 from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.target import HOPPER
+from jaxsoftmax._gpu import sync, wgmma
+from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
-from jaxsoftmax.ops.attention import primitive, score_functions
+from jaxsoftmax.ops.attention import primitive, score_functions, xla
+from jaxsoftmax.ops.attention.mosaic_sm90.common import ROWS, lay_out
+from jaxsoftmax.ops.attention.mosaic_sm90.functions import Function, TileFunctions
 
 from ..core import compiled
 from ..support import xla_cuda
 from ..support.attention import interpreted
 from ..support.attention import values as forward
 from ..support.attention.gradients import cotangents_like
+from ..support.emulator import emulated
 
 pytestmark = pytest.mark.usefixtures("native")
 attend = functools.partial(jaxsoftmax.dot_product_attention, implementation="xla", precision="highest")
@@ -115,6 +122,112 @@ def test_a_slope_that_is_a_number_is_a_literal(name, number):
     assert traced["score_mod"].with_slope.jaxpr.outvars[1].val == number
 
 
+# Derivatives by elements of tables.
+
+N_PLACES = 128
+SMALL = jnp.asarray(RNG.standard_normal((HEADS, 2 * N_PLACES - 1)), jnp.float32)
+LINE = jnp.asarray(RNG.standard_normal(N_PLACES), jnp.float32)
+TABLES = {
+    "head": lambda s, b, h, q, k: s - LINE[h] * jnp.abs(q - k).astype(jnp.float32),
+    "query": lambda s, b, h, q, k: s + LINE[q] * LINE[q],
+    "key": lambda s, b, h, q, k: s + 2 * LINE[k],
+    "both": lambda s, b, h, q, k: s + SMALL[h, q - k + N_PLACES - 1],
+    "score": lambda s, b, h, q, k: s * SMALL[h, 0] + jnp.tanh(s * LINE[k]) * LINE[q],
+    "out of bounds": lambda s, b, h, q, k: s + LINE.at[q - k + 20].get(mode="fill", fill_value=0.0),
+    "clipped": lambda s, b, h, q, k: s + LINE[jnp.clip(jnp.abs(q - k), 0, 9)],
+    "hiding": lambda s, b, h, q, k: jnp.where(q >= k, s + LINE[q - k], -jnp.inf),
+}
+
+
+def with_loads(name):
+    functions, operands = score_functions.functions_and_operands("f", jnp.float32, TABLES[name], None, (1, HEADS))
+    function = functions["score_mod"]
+    return function, operands, *function.with_loads(function.table_names)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_derivatives_by_elements_of_tables(name):
+    function, operands, program, loads = with_loads(name)
+    tables = [operands[table].reshape(-1) for table in function.table_names]
+    numbers = [jnp.arange(table.size, dtype=jnp.int32) for table in tables]
+    for query, key in ((5, 3), (64, 2), (100, 99)):
+        arguments = [jnp.float32(0.7), *(jnp.int32(i) for i in (0, 1, query, key))]
+        expected = jax.grad(lambda tables, at=arguments: jaxpr_as_fun(function.program)(*tables, *at)[0])(tables)
+        actual = [np.zeros_like(table) for table in tables]
+        of_score = iter(jaxpr_as_fun(program)(*tables, *arguments)[2:])
+        for load in loads:
+            number = function.table_names.index(load.name)
+            place, *factor = jaxpr_as_fun(load.program)(*tables, numbers[number], *arguments)
+            if place >= 0:
+                actual[number][place] += next(of_score) if load.is_of_score else factor[0]
+        for a, b in zip(actual, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def added(name, values, *, head, first, start, rows_are_queries):
+    """Returns what a kernel adds to the derivatives of tables for a tile, without factors that depend on scores."""
+    function, operands, _, loads = with_loads(name)
+    operands = operands | {f"d_{table}": jnp.zeros(operands[table].shape, jnp.float32) for table in function.table_names}
+    arrays, records = lay_out((1,), operands)
+    columns, names = values.shape[1], function.table_names
+    sizes = [operands[table].size for table in names]
+    width = -(-max(sizes) // 8) * 8
+
+    def body(refs, out):
+        there = {name: replace(record, ref=refs[name]) for name, record in records.items()}
+        limits = tuple(map(jnp.int32, values.shape))
+        tile = wgmma.load_product(refs["values"], 0, 0, limits, values.shape, varies=(True, True))
+        functions = {
+            str(i): replace(Function.of(function, load.program), gradient=f"d_{load.name}") for i, load in enumerate(loads)
+        }
+        at = {"b": jnp.int32(0), "head": jnp.int32(head), "first": jnp.int32(first), "rows_are_queries": rows_are_queries}
+        run = TileFunctions(functions, there, (N_PLACES, N_PLACES), columns, **at)
+        for i in functions:
+            run.add(i, tile, jnp.int32(start))
+        sync.warpgroup_barrier()
+        for i, (table, size) in enumerate(zip(names, sizes, strict=True)):
+            line = wgmma.load_product(
+                refs[f"d_{table}"], 0, 0, (jnp.int32(1), jnp.int32(size)), (ROWS, width), varies=(True, True)
+            )
+            wgmma.store_product(out, i, 0, (jnp.int32(1), jnp.int32(width)), line)
+
+    kernel = kernel_of(
+        body,
+        out_type=jax.ShapeDtypeStruct((len(names), width), jnp.float32),
+        grid=(1,),
+        grid_names=("block",),
+        num_threads=1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="function_mosaic",
+    )
+    found = np.asarray(emulated(kernel, arrays | {"values": jnp.asarray(values)}, kernels=["function_mosaic"]))
+    return [line[:size] for line, size in zip(found, sizes, strict=True)]
+
+
+@pytest.mark.parametrize("rows_are_queries", [True, False], ids=["queries", "keys"])
+@pytest.mark.parametrize("name", TABLES)
+def test_derivatives_are_added_at_their_places(name, rows_are_queries):
+    values = np.random.default_rng(1).standard_normal((ROWS, 64)).astype(np.float32)
+    function, operands, _, loads = with_loads(name)
+    head, first, start = 1, 64, 32
+    actual = added(name, values, head=head, first=first, start=start, rows_are_queries=rows_are_queries)
+    tables = [operands[table].reshape(-1) for table in function.table_names]
+    expected = [np.zeros(table.shape, np.float32) for table in tables]
+    rows, columns = (np.arange(size, dtype=np.int32) + at for size, at in zip(values.shape, (first, start), strict=True))
+    query, key = (rows[:, None], columns[None]) if rows_are_queries else (columns[None], rows[:, None])
+    query, key = (np.broadcast_to(x, values.shape).ravel() for x in (query, key))
+    for load in loads:
+        number = function.table_names.index(load.name)
+        run = functools.partial(jaxpr_as_fun(load.program), *tables, jnp.arange(tables[number].size, dtype=jnp.int32))
+        run = jax.vmap(functools.partial(run, jnp.float32(0), jnp.int32(0), jnp.int32(head)))
+        place, *factor = (np.asarray(x) for x in run(query, key))
+        moved = values.ravel() * (factor[0] if factor else 1)
+        np.add.at(expected[number], place[place >= 0], moved[place >= 0])
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
 # Interpreted.
 
 SQUARE = {"batch": (), "length": 256, "keys": 256, "heads": HEADS, "key_heads": 1}
@@ -179,7 +292,7 @@ def test_interpreted_cotangents(call):
 def check_interpreted(score, mask, size, dtype, make=None, deterministic=False, options=None, **shapes):
     given = forward.arrays(**SQUARE | shapes, size=size, dtype=dtype) | ({} if make is None else make())
     operands, params, expected = calls(given, SCORES.get(score), MASKS.get(mask), dtype, **(options or {}))
-    target = dataclasses.replace(HOPPER, multiprocessors=1)
+    target = replace(HOPPER, multiprocessors=1)
     found = interpreted.cotangents(target, operands, **params, deterministic_gradients=deterministic)
     check(given, dict(zip(params["wanted"], found, strict=True)), expected, dtype)
 
@@ -190,6 +303,55 @@ def check(given, found, expected, dtype):
         actual, truth = (np.asarray(x, np.float64) for x in (actual, expected[name]))
         assert np.all(np.isfinite(actual)), name
         assert np.max(np.abs(actual - truth)) <= TOLERANCES[dtype] * max(1, np.max(np.abs(truth))), name
+
+
+class Additions:
+    """Stands for additions to global memory, which the interpreter does not make of one thread at a time."""
+
+    def __init__(self, operands):
+        self.sums, self.lock = {f"d_{name}": np.zeros(a.shape[-1]) for name, a in operands.items() if "table" in name}, Lock()
+
+    def add(self, tile, name, values, start):
+        function = tile.functions[name]
+        number = function.tables.index(function.gradient[2:])
+        size = function.program.in_avals[len(function.tables)].shape[0]
+        rows, columns = (first + jax.lax.iota(jnp.int32, n) for first, n in zip((tile.first, start), values.shape, strict=True))
+        tables = [tile.operands[name].ref[0] for name in function.tables]
+        run = functools.partial(jaxpr_as_fun(function.program), *score_functions.wide_tables(tables), jnp.arange(size))
+
+        def of_pair(key, query):
+            return run(jnp.float32(0), *(jnp.asarray(i, jnp.int32) for i in (0, tile.head, query, key)))
+
+        place, *factors = jax.vmap(jax.vmap(of_pair, (None, 0)), (0, None))(rows, columns)
+        for factor in factors:
+            values = values * factor
+        assert size == tile.operands[function.tables[number]].ref.shape[-1]
+        jax.debug.callback(functools.partial(self.put, function.gradient), place, values)
+
+    def put(self, name, place, values):
+        place, values = np.asarray(place), np.asarray(values, np.float64)
+        with self.lock:
+            np.add.at(self.sums[name], place[place >= 0], values[place >= 0])
+
+
+@pytest.mark.parametrize("call", [("head", 64, "bfloat16", 1), ("score", 128, "float16", 2), ("hiding", 64, "float32", 1)])
+def test_interpreted_cotangents_of_tables(call, monkeypatch):
+    name, size, dtype, key_heads = call
+    given = forward.arrays(**SQUARE | {"length": 128, "keys": 128, "key_heads": key_heads}, size=size, dtype=dtype)
+    operands, params, _ = calls(given, TABLES[name], None, dtype, logits_soft_cap=5.0)
+    tables = [name for name in operands if name.startswith("table")]
+    params |= {"wanted": (*params["wanted"], *tables), "deterministic_gradients": False}
+    everything = {operand.name: operands.get(operand.name) for operand in primitive.ATTENTION_VJP.operands} | params
+    expected = dict(zip(params["wanted"], xla.dot_product_attention_vjp(**everything), strict=True))
+    additions = Additions(operands)
+    monkeypatch.setattr(TileFunctions, "add", lambda *args: additions.add(*args))
+    found = interpreted.cotangents(replace(HOPPER, multiprocessors=1), operands, **params)
+    found = dict(zip(params["wanted"], found, strict=True))
+    jax.effects_barrier()
+    for table in tables:
+        assert found[table].shape == operands[table].shape
+        found[table] = jnp.asarray(additions.sums[f"d_{table}"], jnp.float32).reshape(operands[table].shape)
+    check(operands, found, expected, dtype)
 
 
 # Compiled by ptxas.
