@@ -94,6 +94,11 @@ def growing(score, batch, head, query, key):  # which makes large scores of the 
     return score + query.astype(jnp.float32) * 2.0
 
 
+def quick(every, some):
+    """Returns parameters, of which all except `some` are slow."""
+    return [pytest.param(value, marks=[] if value in some else pytest.mark.slow) for value in every]
+
+
 SCORES = {f.__name__: f for f in (alibi, relative, cap, gate, scaled, hiding, steep, growing)}
 MASKS = {f.__name__: f for f in (causal, window, documents, heads)}
 
@@ -127,16 +132,23 @@ def test_a_slope_that_is_a_number_is_a_literal(name, number):
 N_PLACES = 128
 SMALL = jnp.asarray(RNG.standard_normal((HEADS, 2 * N_PLACES - 1)), jnp.float32)
 LINE = jnp.asarray(RNG.standard_normal(N_PLACES), jnp.float32)
-TABLES = {
-    "head": lambda s, b, h, q, k: s - LINE[h] * jnp.abs(q - k).astype(jnp.float32),
-    "query": lambda s, b, h, q, k: s + LINE[q] * LINE[q],
-    "key": lambda s, b, h, q, k: s + 2 * LINE[k],
-    "both": lambda s, b, h, q, k: s + SMALL[h, q - k + N_PLACES - 1],
-    "score": lambda s, b, h, q, k: s * SMALL[h, 0] + jnp.tanh(s * LINE[k]) * LINE[q],
-    "out of bounds": lambda s, b, h, q, k: s + LINE.at[q - k + 20].get(mode="fill", fill_value=0.0),
-    "clipped": lambda s, b, h, q, k: s + LINE[jnp.clip(jnp.abs(q - k), 0, 9)],
-    "hiding": lambda s, b, h, q, k: jnp.where(q >= k, s + LINE[q - k], -jnp.inf),
-}
+
+
+def reading(line, small):
+    """Returns score functions that read a line of numbers, and a table of each head."""
+    return {
+        "head": lambda s, b, h, q, k: s - line[h] * jnp.abs(q - k).astype(jnp.float32),
+        "query": lambda s, b, h, q, k: s + line[q] * line[q],
+        "key": lambda s, b, h, q, k: s + 2 * line[k],
+        "both": lambda s, b, h, q, k: s + small[h, q - k + N_PLACES - 1],
+        "score": lambda s, b, h, q, k: s * small[h, 0] + jnp.tanh(s * line[k]) * line[q],
+        "out of bounds": lambda s, b, h, q, k: s + line.at[q - k + 20].get(mode="fill", fill_value=0.0),
+        "clipped": lambda s, b, h, q, k: s + line[jnp.clip(jnp.abs(q - k), 0, 9)],
+        "hiding": lambda s, b, h, q, k: jnp.where(q >= k, s + line[q - k], -jnp.inf),
+    }
+
+
+TABLES = reading(LINE, SMALL)
 
 
 def with_loads(name):
@@ -373,6 +385,7 @@ def planned(score, mask, size, dtype, key_heads=HEADS, length=512, **more):
 
 
 COMPILED = [("alibi", "causal", 64, "bfloat16"), ("gate", "documents", 256, "bfloat16"), ("relative", "heads", 128, "float32")]
+WITH_TABLES = [("alibi", None, 64, "bfloat16"), ("relative", "causal", 128, "bfloat16"), ("scaled", None, 64, "float32")]
 EVERY_COMPILED = [
     (score, mask, size, dtype)
     for score, mask in [*((name, None) for name in SCORES), *((None, name) for name in MASKS), ("cap", "documents")]
@@ -380,14 +393,23 @@ EVERY_COMPILED = [
 ]
 
 
-@pytest.mark.parametrize("call", [*COMPILED, *(pytest.param(call, marks=pytest.mark.slow) for call in EVERY_COMPILED)], ids=str)
+@pytest.mark.parametrize("call", quick([*COMPILED, *EVERY_COMPILED], COMPILED), ids=str)
 def test_kernels_compile(call):
+    check_compiled(call)
+
+
+def check_compiled(call, **more):
     if isinstance(reason := xla_cuda.sharding(), str):
         pytest.skip(reason)
-    plan, types = planned(*call)
+    plan, types = planned(*call, **more)
     for row in compiled.compile_case(compiled.Case(str(call), (), lambda operands: plan.plan.run(**operands), types)):
         assert not row.error
         assert not row.notes  # ptxas lets no products wait for each other
+
+
+@pytest.mark.parametrize("call", quick(WITH_TABLES, WITH_TABLES[:1]), ids=str)
+def test_kernels_with_cotangents_of_tables_compile(call):
+    check_compiled(call, wanted=("query", "key", "value", "table_0"))
 
 
 # What is refused.
@@ -399,11 +421,20 @@ def test_kernels_with_functions_run_where_they_are_asked_for():
     assert plan.plan is not None
 
 
-def test_derivatives_of_tables_are_left_to_the_reference():
-    plan, _ = planned("relative", None, 64, "bfloat16", wanted=("query", "table_0"))
+@pytest.mark.parametrize(
+    ("size", "dtype", "deterministic", "words"),
+    [
+        (256, "bfloat16", False, "these head sizes"),
+        (128, "float32", False, "these head sizes"),
+        (64, "float32", True, "any order"),
+    ],
+)
+def test_derivatives_of_tables_are_left_to_the_reference(size, dtype, deterministic, words):
+    more = {"deterministic_gradients": deterministic, "wanted": ("query", "table_0")}
+    plan, _ = planned("relative", None, size, dtype, **more)
     assert isinstance(plan, Refusal)
     assert plan.lacks_kernel
-    assert "arrays that score_mod reads" in plan.reason
+    assert words in plan.reason
 
 
 # Native.
@@ -429,4 +460,27 @@ def test_native_cotangents(score, mask, size, dtype, key_heads):
     (expected,) = pull((dout.astype(jnp.float32), dlse))
     forced = functools.partial(jaxsoftmax.dot_product_attention, implementation="mosaic")
     _, pull = jax.vjp(jax.jit(lambda moving: forced(**moving, **more)), {name: jnp.asarray(a) for name, a in given.items()})
+    check(given, pull((dout, dlse))[0], expected, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("size", "dtype"), [(64, "bfloat16"), (128, "float16"), (64, "float32"), (96, "bfloat16")])
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_native_cotangents_of_tables(name, size, dtype, key_heads):
+    shapes = {"batch": (2,), "length": 100, "keys": N_PLACES, "heads": HEADS, "key_heads": key_heads}
+    given = {name: jnp.asarray(a) for name, a in forward.arrays(**shapes, size=size, dtype=dtype).items()}
+    given |= {"line": LINE, "small": SMALL}
+
+    def run(attend, moving):
+        moving = dict(moving)
+        score_mod = reading(moving.pop("line"), moving.pop("small"))[name]
+        return attend(**moving, score_mod=score_mod, return_residual=True)
+
+    wide = {name: jnp.asarray(array, jnp.float32) for name, array in given.items()}
+    (out, lse), pull = jax.vjp(functools.partial(run, attend), wide)
+    dout, dlse = cotangents_like((out.astype(dtype), lse))
+    (expected,) = pull((dout.astype(jnp.float32), dlse))
+    forced = functools.partial(jaxsoftmax.dot_product_attention, implementation="mosaic")
+    _, pull = jax.vjp(jax.jit(functools.partial(run, forced)), given)
     check(given, pull((dout, dlse))[0], expected, dtype)
