@@ -23,8 +23,8 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import ROWS, lay_out
 from jaxsoftmax.ops.attention.mosaic_sm90.functions import Function, TileFunctions
 
 from ..core import compiled
-from ..support import xla_cuda
-from ..support.attention import interpreted
+from ..support import kernels, xla_cuda
+from ..support.attention import interpreted, lowering
 from ..support.attention import values as forward
 from ..support.attention.gradients import cotangents_like
 from ..support.emulator import emulated
@@ -410,6 +410,22 @@ def check_compiled(call, **more):
 @pytest.mark.parametrize("call", quick(WITH_TABLES, WITH_TABLES[:1]), ids=str)
 def test_kernels_with_cotangents_of_tables_compile(call):
     check_compiled(call, wanted=("query", "key", "value", "table_0"))
+
+
+@pytest.mark.parametrize("is_mapped", quick([False, True], [True]))
+def test_gradients_lower_for_cuda(is_mapped):
+    """By a public call, with a gradient for a table that all examples share or one for each."""
+    given = lowering.operands(length=N_PLACES, keys=N_PLACES, heads=HEADS)
+    shapes = {"line": LINE.shape, "small": SMALL.shape}
+    given |= {name: lowering.shaped(*([2] * is_mapped), *shape, dtype="float32") for name, shape in shapes.items()}
+
+    def total(moving):
+        moving = dict(moving)
+        score_mod = reading(moving.pop("line"), moving.pop("small"))["score"]
+        return jnp.sum(lowering.forced(**moving, score_mod=score_mod, mask_mod=causal).astype(jnp.float32))
+
+    gradient = jax.grad(lambda given: jnp.sum(jax.vmap(total)(given)) if is_mapped else total(given))
+    kernels.lowered_for_cuda(gradient, given, kernels=["attention_forward_mosaic", "attention_backward_mosaic"])
 
 
 # What is refused.
