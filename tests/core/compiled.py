@@ -44,6 +44,7 @@ from jaxsoftmax.ops.attention import mosaic_sm90 as attention
 from jaxsoftmax.ops.attention.mosaic_sm90 import decode
 from jaxsoftmax.ops.attention.mosaic_sm90.common import NARROW
 from jaxsoftmax.ops.attention.primitive import ATTENTION, ATTENTION_JVP, ATTENTION_VJP, PAGED
+from jaxsoftmax.ops.attention.score_functions import functions_and_operands
 from jaxsoftmax.ops.cross_entropy import primitive as cross_entropy_primitive
 from jaxsoftmax.ops.cross_entropy.mosaic_sm90 import losses
 from jaxsoftmax.ops.cross_entropy.problem import CrossEntropyProblem
@@ -110,6 +111,27 @@ FEATURES["everything but dropout"] = lambda *sizes: {
 FEATURES["what tiles depend on"] = lambda *sizes: {
     key: own for name in ("lengths", "segments", "mask of keys") for key, own in FEATURES[name](*sizes).items()
 }
+
+
+def functions_of(n, t, s, score=False, mask=False):
+    """Operands and parameters of a score and a mask function with tables of heads, queries and keys, and of distances."""
+    slopes, distances, ids = jnp.ones(n), jnp.ones((n, t + s), jnp.bfloat16), jnp.zeros(t + s, jnp.int32)
+
+    def score_mod(score, batch, head, query, key):
+        nearness = slopes[head] * jnp.abs(query - key).astype(jnp.float32)
+        return jnp.tanh(score - nearness + distances[head, query - key + s].astype(jnp.float32))
+
+    def mask_mod(batch, head, query, key):
+        return (ids[query] == ids[key]) & (query // 64 >= key // 64)
+
+    given = score_mod if score else None, mask_mod if mask else None
+    functions, operands = functions_and_operands("compiled", jnp.float32, *given, (B, n))
+    return functions | {name: shaped(*array.shape, dtype=array.dtype) for name, array in operands.items()}
+
+
+FEATURES["score function"] = functools.partial(functions_of, score=True)
+FEATURES["mask function"] = functools.partial(functions_of, mask=True)
+FEATURES["both functions"] = functools.partial(functions_of, score=True, mask=True)
 OPTIONS = {"window": (None, None), "soft_cap": None, "dropout_rate": 0.0, "scale": 0.125}
 PADDED = {64: 40, 128: 80, 192: 136, 256: 200}  # a head size that is padded to each of those on chip
 IN_NARROW_TILES = [(32, 32), (96, 96), (160, 160), (224, 224), (64, 96), (96, 192), (224, 128)]
@@ -168,8 +190,8 @@ def attention_cases() -> Iterator[Case]:
 
 def _attention(name, operation, params, dtype, operands, kind=None) -> Iterator[Case]:
     """A case, unless there is no plan for it."""
-    plan = attention.plan(operation.problem(operation, operands, params), HOPPER)
-    if isinstance(plan, Refusal):
+    plan: Any = attention.plan(operation.problem(operation, operands, params), HOPPER)
+    if isinstance(plan, Refusal) and (plan := plan.plan) is None:
         return
     kinds = {"paged_attention": "paged", "dot_product_attention_vjp": "backward", "dot_product_attention_jvp": "tangent"}
     kind = kind or kinds.get(operation.name, "forward")
@@ -204,8 +226,9 @@ def _said(kernel) -> tuple[Any, ...]:
 
 def _split(given) -> tuple[dict[str, Any], dict[str, Any]]:
     """Operands, and options, of what a feature has."""
-    operands = {name: value for name, value in given.items() if name not in OPTIONS}
-    return operands, OPTIONS | {name: value for name, value in given.items() if name in OPTIONS}
+    names = {*OPTIONS, "score_mod", "mask_mod"}
+    operands = {name: value for name, value in given.items() if name not in names}
+    return operands, OPTIONS | {name: value for name, value in given.items() if name in names}
 
 
 def _qkv(dtype, size, value_size, counts, byte=None):

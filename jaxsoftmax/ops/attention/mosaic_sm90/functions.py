@@ -99,8 +99,8 @@ _INDEX, _BOOL = np.dtype(np.int32), np.dtype(bool)
 class Evaluation:
     """Runs programs on a tile.
 
-    Values without registers are only described, and so is what follows from them. An evaluation without tables makes no MLIR: it
-    finds out what is unsupported, and which loads there are.
+    Values without registers are only described, and so is what follows from them. An evaluation without tables makes no MLIR:
+    it finds out what is unsupported, and which loads there are.
     """
 
     def __init__(self, columns: int, tables: Sequence[Any] | None = None, loaded: Mapping[int, Value] | None = None):
@@ -823,6 +823,8 @@ def _described(function: Function, types: Mapping[str, Any], columns: int) -> tu
     dtypes = {name: types[name].dtype for name in function.operands if name in types}
     for dtype in dtypes.values():
         _check_dtype(dtype)
+    if any(types[name].shape[-1] >= 2**31 for name in dtypes):
+        raise UnsupportedError("tables of 2**31 elements or more")
     evaluation = Evaluation(columns)
     row, column = (Value(kind, _INDEX, is_natural=True) for kind in (ROW, COLUMN))
     has_offset = "query_offset" in types
