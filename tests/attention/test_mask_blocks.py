@@ -283,6 +283,27 @@ def test_masks_of_tables_are_known_exactly(name, offset):
         np.testing.assert_array_equal(np.broadcast_to(result, wanted.shape), wanted)
 
 
+@pytest.mark.parametrize("name", ["causal documents", "windows of heads", "lengths"])
+def test_batches_have_several_axes(name):
+    function, operands = traced(TABLES[name])
+    expected = find_spans(function, operands, (96, 96), (16, 16))
+    operands = {name: x[None] for name, x in operands.items()}
+    operands["query"] = jax.ShapeDtypeStruct((1, BATCH, 96, HEADS, 8), jnp.float32)
+    result = mask_blocks.find_block_spans(function, operands, (96, 96), 16, 16)
+    np.testing.assert_array_equal(result, expected[None])
+
+
+@pytest.mark.parametrize("name", ["causal documents", "distances"])
+def test_examples_of_a_map_have_their_own_tables(name):
+    function, operands = traced(TABLES[name])
+    table = function.table_names[0]
+    other = jnp.roll(operands[table], 11, -1)
+    both = operands | {table: jnp.concatenate([operands[table], other])}
+    results = [find_spans(function, operands | {table: x}, (96, 96), (16, 16)) for x in (operands[table], other)]
+    expected = np.stack([np.broadcast_to(x, (BATCH, 6, 4))[i] for i, x in enumerate(results)])
+    np.testing.assert_array_equal(find_spans(function, both, (96, 96), (16, 16)), expected)
+
+
 def test_tables_leave_what_positions_hide():
     function, _ = traced(TABLES["causal documents"])
     causal, _ = traced(POSITIONS["causal"])
@@ -323,10 +344,16 @@ def test_long_sequences_take_little_time(name):
 
 def test_masks_of_positions_are_constants():
     function, operands = traced(POSITIONS["sinks"])
-    lowered = jax.jit(lambda: mask_blocks.find_block_spans(function, {"query": query}, (96, 96), 16, 16))
     query = jax.ShapeDtypeStruct((BATCH, 96, HEADS, 8), jnp.float32)
+    run = jax.jit(lambda: mask_blocks.find_block_spans(function, {"query": query}, (96, 96), 16, 16))
     assert not operands
-    assert "compare" not in lowered.lower().as_text()
+    assert "compare" not in run.lower().as_text()
+
+
+@pytest.mark.parametrize("lengths", [(0, 40), (40, 0)])
+def test_no_queries_or_keys_have_no_blocks(lengths):
+    function, _ = traced(POSITIONS["causal"])
+    assert mask_blocks.classify(function, lengths, 16, 16).size == 0
 
 
 # The reference leaves out tiles that are empty.

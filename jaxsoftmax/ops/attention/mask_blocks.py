@@ -30,7 +30,7 @@ from jaxsoftmax.ops.attention.score_functions import TracedFunction, _bound, _ov
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
 # Pairs of blocks of all batch entries and heads, above which blocks are joined: their intervals would fill memory.
-LARGEST_GRID = 2**24
+LARGEST_GRID = 2**22
 
 
 def classify(
@@ -49,6 +49,8 @@ def classify(
       int8 `[query_blocks, key_blocks]`: `EMPTY` if no query of the block sees a key of the block, `FULL` if each query sees
       each key, and else `PARTIAL`, as also where this is not known.
     """
+    if 0 in lengths:
+        return np.zeros([-(-length // block) for length, block in zip(lengths, (block_q, block_kv), strict=True)], np.int8)
     return _classified(function, tuple(lengths), block_q, block_kv, has_offset)
 
 
@@ -292,10 +294,11 @@ class _Grid:
         if math.prod(array.shape[axes + 1 :]) != 1:
             return None
         array = array.reshape(array.shape[: axes + 1])
+        is_linear = points.linear is not None and points.axis is not None
+        if is_linear and (blocks := self._extremes_of(points.linear)) is not None:
+            return blocks
         if array.shape[-1] == 1:
             low = high = array[..., None]
-        elif points.linear is not None and not isinstance(array, np.ndarray):
-            return self._extremes_of(points.linear)
         elif points.axis is Axis.DIAGONALS:
             low, high = (self._over_windows(array, pick) for pick in ("minimum", "maximum"))
         else:
@@ -307,14 +310,19 @@ class _Grid:
         return _bounded(array.dtype, low, high)
 
     def _extremes_of(self, linear):
-        """Finds the extremes of a number that is known at run time alone, from the ends of blocks."""
-        low = high = np.zeros((), np.int64)
-        for factor, ends in zip((linear.rows, linear.columns), self.ends, strict=True):
-            low, high = (x + pick(*(factor * end for end in ends)) for x, pick in ((low, np.minimum), (high, np.maximum)))
-        if max(-low.min(), high.max()) > np.iinfo(np.int32).max:
-            return None
+        """Finds the extremes of a sum of indices from the ends of blocks; None if it may wrap around while tracing."""
         constant = linear.constant[..., None]
-        return _sum(np.dtype(np.int32), _Blocks(low.astype(np.int32), high.astype(np.int32)), _Blocks(constant, constant))
+        lows, highs = ([constant], [constant]) if isinstance(constant, np.ndarray) else ([], [])
+        for factor, ends in zip((linear.rows, linear.columns), self.ends, strict=True):
+            if factor != 0:
+                low, high = (factor * end for end in ends[:: 1 if factor > 0 else -1])
+                lows, highs = [*lows, low], [*highs, high]
+        if max(sum(max(-int(x.min()), 0) for x in lows), sum(max(int(x.max()), 0) for x in highs)) > np.iinfo(np.int32).max:
+            return None
+        bounds = (functools.reduce(np.add, [x.astype(np.int32) for x in terms]) for terms in (lows, highs))
+        if isinstance(constant, np.ndarray):
+            return _Blocks(*bounds)
+        return _sum(np.dtype(np.int32), _Blocks(*bounds), _Blocks(constant, constant))
 
     def _over_windows(self, array, pick: str):
         """Finds the smallest or the largest value on the diagonals of each block.
@@ -331,8 +339,8 @@ class _Grid:
             if level > 0:
                 array, size = pick(array[..., :-size], array[..., size:]), 2 * size
             if (is_here := levels == level).any():
-                ends = (np.where(is_here, x, 0).astype(np.int32) for x in (start, stop - size))
-                values = pick(*(array[..., end.reshape(end.shape[-2:])] for end in ends))
+                ends = (np.where(is_here, x, 0).reshape(x.shape[-2:]) for x in (start, stop - size))
+                values = pick(*(array[..., end if xp is np else end.astype(np.int32)] for end in ends))
                 result = values if result is None else xp.where(is_here, values, result)
         return result
 
@@ -518,14 +526,16 @@ def _module(*arrays):
 
 
 def _is_simple_order(name, operands) -> bool:
-    """Returns True for the order of an index and a number, of which one is known at run time alone.
+    """Returns True for the order of an index and a number that depends on no index.
 
     Its bounds follow from those of the index. They cost less than the order at each position.
     """
-    if name not in ("lt", "le", "gt", "ge") or _module(*(x.array for x in operands)) is np:
+    if name not in ("lt", "le", "gt", "ge"):
         return False
     x, y = operands if operands[0].axis is None else operands[::-1]
-    return x.axis is None and y.axis is not None and (y.linear is not None or isinstance(y.array, np.ndarray))
+    if x.axis is not None or y.axis is None:
+        return False
+    return y.linear is not None or (_module(y.array) is np and _module(x.array) is not np)
 
 
 def _limits(dtype) -> tuple[Any, Any]:
