@@ -19,7 +19,7 @@ from jaxsoftmax._gpu import sync, wgmma
 from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
 from jaxsoftmax.ops.attention import primitive, score_functions, xla
-from jaxsoftmax.ops.attention.mosaic_sm90.common import ROWS, lay_out
+from jaxsoftmax.ops.attention.mosaic_sm90.common import HOST, ROWS, lay_out
 from jaxsoftmax.ops.attention.mosaic_sm90.functions import Function, TileFunctions
 
 from ..core import compiled
@@ -276,6 +276,10 @@ def offset(number):
     return lambda: {"query_offset": np.int32(number)}
 
 
+def bias():
+    return {"bias": forward.random((HEADS, 256, 256), "bias")}
+
+
 LONG = {"length": 512, "keys": 512}
 INTERPRETED = [  # score and mask function, head size, dtype, and arguments of `check_interpreted`
     ("alibi", "causal", 64, "bfloat16", {}),
@@ -285,6 +289,8 @@ INTERPRETED = [  # score and mask function, head size, dtype, and arguments of `
     (None, "documents", 128, "bfloat16", {"make": offset(100), "keys": 512}),
     ("scaled", "heads", 64, "float16", {"make": lengths(130, 200), "options": {"logits_soft_cap": 4.0}}),
     ("growing", "causal", 64, "bfloat16", {"options": {"is_causal": True}}),
+    ("gate", "causal", 128, "float32", {"make": bias}),
+    ("scaled", None, 64, "bfloat16", {"make": bias, "deterministic": True}),
 ]
 SLOW = [
     (score, mask, size, dtype, {"deterministic": deterministic})
@@ -426,6 +432,13 @@ def test_gradients_lower_for_cuda(is_mapped):
 
     gradient = jax.grad(lambda given: jnp.sum(jax.vmap(total)(given)) if is_mapped else total(given))
     kernels.lowered_for_cuda(gradient, given, kernels=["attention_forward_mosaic", "attention_backward_mosaic"])
+
+
+def test_queries_behind_the_last_are_masked_where_a_score_function_may_make_them_large():
+    for score, whole in (("growing", 2), (None, 3)):
+        geometry = planned(score, None if score else "causal", 64, "bfloat16", length=300)[0].plan.geometry
+        assert geometry.blocks_q == 3
+        assert geometry.span(0, HOST)[3] == whole
 
 
 # What is refused.
