@@ -14,6 +14,7 @@ the last bit unless it depends on scores: others may become indices.
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,6 +37,9 @@ from jaxsoftmax.ops.attention.score_functions import POSITIONS, TracedFunction
 
 # Kinds of values, as bits: what varies along rows, and along columns. A tile varies along both.
 NUMBER, ROW, COLUMN, TILE = range(4)
+# Columns that are evaluated at a time: values of columns need no registers after theirs. A kernel with both functions and head
+# size 64 spills 728 bytes so, and 824 with all columns at once.
+_STEP = 32
 NUMBERS = ("entries", "head_numbers", "query_numbers", "key_numbers")  # operands that number the arguments `POSITIONS`
 
 
@@ -1030,18 +1034,26 @@ class TileFunctions:
             taken = {
                 i: _taken(value, array.registers.flat) for (i, (value, _)), array in zip(loaded.items(), arrays, strict=True)
             }
-            evaluation = Evaluation(self.columns, tables, taken)
-            rows, columns = _positions(self.columns, first, begin)
-            if s is None:
-                columns, value = replace(columns, registers=None), Value(TILE, np.dtype(np.float32), of_score=True)
-            else:
-                value = Value(TILE, np.dtype(np.float32), list(score.registers.flat), of_score=True)
             position = Value(NUMBER, _INDEX, [offsets[0]]) if offsets else None
             number = Value(NUMBER, _INDEX, [head], is_natural=True)
-            arguments = self._arguments(function, evaluation, rows, columns, position, number, value)
-            results = finish(evaluation, evaluation.run(function.program, arguments), value)
-            wanted = (NUMBER if not k.shape else ROW if len(k.shape) == 1 else TILE for k in kinds or ())
-            return [evaluation.registers(result, kind) for result, kind in zip(results, wanted, strict=True)]
+            rows, columns = _positions(self.columns, first, begin)
+            wanted = [NUMBER if not k.shape else ROW if len(k.shape) == 1 else TILE for k in kinds or ()]
+
+            def evaluate(pairs):
+                """Returns the registers of results for some of the pairs of columns of a thread."""
+                evaluation = Evaluation(8 * len(pairs), tables, taken)
+                value, own = Value(TILE, np.dtype(np.float32), of_score=True), replace(columns, registers=None)
+                if s is not None:
+                    own = replace(own, registers=columns.registers[pairs.start : pairs.stop])
+                    value = replace(value, registers=list(score.registers.flat)[2 * pairs.start : 2 * pairs.stop])
+                arguments = self._arguments(function, evaluation, rows, own, position, number, value)
+                results = finish(evaluation, evaluation.run(function.program, arguments), value)
+                return [evaluation.registers(result, kind) for result, kind in zip(results, wanted, strict=True)]
+
+            pairs = self.columns // 8
+            step = pairs if s is None or kinds is None else math.gcd(pairs, _STEP // 8)
+            parts = [evaluate(range(pair, pair + step)) for pair in range(0, pairs, step)]
+            return [list(itertools.chain.from_iterable(each)) for each in zip(*parts, strict=True)]
 
         refs = tuple(record.ref for record in records)
         return emit(make, refs, scalars, arrays, kinds)
