@@ -149,14 +149,14 @@ def masks(draw, with_tables=True):
         "floats": jnp.asarray(np.linspace(-3, 40, 150), jnp.bfloat16),
         "of blocks": jnp.asarray(np.tri(16, 16, dtype=np.int32)),
     }
-    small = st.integers(-40, 40)
+    numbers = st.integers(-40, 40) | st.sampled_from([2**15, 2**30, 2**31 - 1, -(2**31)])
 
     def integer(depth):
         kind = draw(st.integers(0, 13 if depth else 2))
         if kind == 0:
             return draw(st.sampled_from([lambda b, h, q, k: q, lambda b, h, q, k: k, lambda b, h, q, k: q - k]))
         if kind == 1:
-            number = draw(small)
+            number = draw(numbers)
             return lambda b, h, q, k: jnp.int32(number)
         if kind == 2:
             return draw(st.sampled_from([lambda b, h, q, k: b, lambda b, h, q, k: h])) if with_tables else integer(0)
@@ -256,8 +256,8 @@ def test_documents_are_segments(by_keys):
 
 TABLES = {
     "causal documents": lambda b, h, q, k: (jnp.asarray(DOCUMENTS)[b, q] == jnp.asarray(DOCUMENTS)[b, k]) & (q >= k),
-    "lengths": lambda b, h, q, k: k < jnp.array([33, 50])[b],
-    "windows of heads": lambda b, h, q, k: q - k < jnp.array([5, 20, 30])[h],
+    "lengths": lambda b, h, q, k: k < jnp.array([33, 50], jnp.int32)[b],
+    "windows of heads": lambda b, h, q, k: q - k < jnp.array([5, 20, 30], jnp.int32)[h],
     "powers of heads": lambda b, h, q, k: q - k < 2 ** (h + 1),
     "distances": lambda b, h, q, k: jnp.asarray(np.arange(96) < 40)[jnp.abs(q - k)],
     "blocks": lambda b, h, q, k: jnp.asarray(np.eye(6, dtype=bool))[q // 16, k // 16],
