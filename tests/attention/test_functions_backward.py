@@ -18,7 +18,7 @@ from jaxsoftmax._core.target import HOPPER
 from jaxsoftmax._gpu import sync, wgmma
 from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
-from jaxsoftmax.ops.attention import primitive, score_functions, xla
+from jaxsoftmax.ops.attention import primitive, score_derivatives, score_functions, xla
 from jaxsoftmax.ops.attention.mosaic_sm90.common import HOST, ROWS, lay_out
 from jaxsoftmax.ops.attention.mosaic_sm90.functions import Function, TileFunctions
 
@@ -110,7 +110,7 @@ MASKS = {f.__name__: f for f in (causal, window, documents, heads)}
 def test_the_slope_is_the_derivative_by_the_score(name):
     function = SCORES[name]
     traced, operands = score_functions.functions_and_operands("f", jnp.float32, function, None, (2, HEADS))
-    program, traced = traced["score_mod"].with_slope, traced["score_mod"]
+    program, traced = score_derivatives.with_slope(traced["score_mod"]), traced["score_mod"]
     assert not {eqn.primitive.name for eqn in program.eqns} & {"jit", "custom_jvp_call", "add_any", "one_minus_square"}
     tables = score_functions.wide_tables([operands[table].reshape(-1) for table in traced.table_names])
     for score, query, key in itertools.product((0.7, -1.5), (3, 400), (5, 200)):
@@ -124,7 +124,7 @@ def test_the_slope_is_the_derivative_by_the_score(name):
 @pytest.mark.parametrize(("name", "number"), [("alibi", 1), ("relative", 1), ("hiding", 1), ("growing", 1)])
 def test_a_slope_that_is_a_number_is_a_literal(name, number):
     traced, _ = score_functions.functions_and_operands("f", jnp.float32, SCORES[name], None, (2, HEADS))
-    assert traced["score_mod"].with_slope.jaxpr.outvars[1].val == number
+    assert score_derivatives.with_slope(traced["score_mod"]).jaxpr.outvars[1].val == number
 
 
 # Derivatives by elements of tables.
@@ -154,7 +154,7 @@ TABLES = reading(LINE, SMALL)
 def with_loads(name):
     functions, operands = score_functions.functions_and_operands("f", jnp.float32, TABLES[name], None, (1, HEADS))
     function = functions["score_mod"]
-    return function, operands, *function.with_loads(function.table_names)
+    return function, operands, *score_derivatives.with_loads(function, function.table_names)
 
 
 @pytest.mark.parametrize("name", TABLES)

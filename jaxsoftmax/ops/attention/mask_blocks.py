@@ -25,7 +25,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jaxsoftmax.ops.attention.operands import AXES
-from jaxsoftmax.ops.attention.score_functions import TracedFunction, _bound, _over_axes, wide_tables
+from jaxsoftmax.ops.attention.score_functions import TracedFunction, apply, map_over_axes, wide_tables
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
@@ -324,13 +324,13 @@ class _Grid:
             return _Blocks(*bounds)
         return _sum(np.dtype(np.int32), _Blocks(*bounds), _Blocks(constant, constant))
 
-    def _over_windows(self, array, pick: str):
+    def _over_windows(self, array, name: str):
         """Finds the smallest or the largest value on the diagonals of each block.
 
         Two windows of a power of two of diagonals cover those of a block. Values of windows follow from windows half as large.
         """
         xp = _module(array)
-        pick = getattr(xp, pick)
+        pick: Any = getattr(xp, name)
         (first_query, last_query), (first_key, last_key) = self.ends
         start, stop = (x + self.lengths[1] for x in (first_query - last_key - 1, last_query - first_key))
         levels = np.frexp(stop - start)[1] - 1  # the logarithm of the largest power of two that is no larger
@@ -425,8 +425,9 @@ class _Evaluator:
         signs, rest = (origin(v, "ne") for v in eqn.invars)
         if signs is None or rest is None or not isinstance(rest.invars[1], Literal) or rest.invars[1].val != 0:
             return None
-        division, terms = origin(rest.invars[0], "rem"), [origin(v, "sign") for v in signs.invars]
-        if division is None or None in terms:
+        division = origin(rest.invars[0], "rem")
+        terms: list[Any] = [origin(v, "sign") for v in signs.invars]
+        if division is None or any(term is None for term in terms):
             return None
         return division if all(is_same(t.invars[0], v) for t, v in zip(terms, division.invars, strict=True)) else None
 
@@ -439,7 +440,7 @@ class _Evaluator:
         """Returns a sum of indices, if the operation makes one of others."""
         if name not in ("add", "sub", "mul", "neg"):
             return None
-        terms = [self._as_linear(x) for x in operands]
+        terms: list[Any] = [self._as_linear(x) for x in operands]
         if any(term is None for term in terms) or not any(term.rows or term.columns for term in terms):
             return None
         if name in ("add", "sub"):
@@ -474,7 +475,7 @@ class _Evaluator:
             return None
         axes = self.grid.axes + 1
         if not all(isinstance(x, np.ndarray) for x in arrays):
-            return _over_axes(axes, lambda *operands: _bound(eqn, operands)[0], arrays)
+            return map_over_axes(axes, lambda *operands: apply(eqn, operands)[0], arrays)
         if name in ("reshape", "squeeze", "broadcast_in_dim") and math.prod(aval.shape) == arrays[0][(0,) * axes].size:
             return arrays[0].reshape(*arrays[0].shape[:axes], *aval.shape)
         return _ON_NUMPY[name](np.dtype(aval.dtype), *arrays, **_options(eqn)) if name in _ON_NUMPY else None
@@ -494,7 +495,7 @@ class _Evaluator:
         for steps in itertools.product(*map(range, sizes)):
             places = [np.minimum(x.low + x.low.dtype.type(step), x.high) for x, step in zip(blocks, steps, strict=True)]
             operands = [jnp.expand_dims(array, axes - 1), *places]
-            values = _over_axes(axes, lambda *operands: _bound(eqn, operands)[0], operands)
+            values = map_over_axes(axes, lambda *operands: apply(eqn, operands)[0], operands)
             loaded.append(values.reshape(values.shape[:axes]))
         return _bounded(array.dtype, *(functools.reduce(pick, loaded) for pick in (jnp.minimum, jnp.maximum)))
 
@@ -701,8 +702,8 @@ def _and(dtype, x, y):
     if dtype.kind == "b":
         return _Blocks(x.low & y.low, x.high & y.high)
     xp, (_, most), zero = _module(x.low, y.low), _limits(dtype), np.zeros((), dtype)
-    highs = [xp.where(z.low >= zero, z.high, most) for z in (x, y)]
-    return _except((x.low < zero) & (y.low < zero), dtype, xp.zeros_like(x.low + y.low), xp.minimum(*highs))
+    first, second = (xp.where(z.low >= zero, z.high, most) for z in (x, y))
+    return _except((x.low < zero) & (y.low < zero), dtype, xp.zeros_like(x.low + y.low), xp.minimum(first, second))
 
 
 def _or(dtype, x, y):

@@ -28,8 +28,8 @@ from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax.ops.attention.operands import MAX_TABLES, table_name
 
 POSITIONS = ("batch", "head", "query_index", "key_index")  # the arguments of both functions, behind the score
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "custom_jvp_call": None}
-_LOADS = ("gather", "dynamic_slice", "squeeze", "reshape", "slice")  # operations that only move elements of their first operand
+CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "custom_jvp_call": None}
+LOADS = ("gather", "dynamic_slice", "squeeze", "reshape", "slice")  # operations that only move elements of their first operand
 _OF_TYPES_ALONE = ("pvary", "pcast", "reshard", "sharding_constraint")  # operations that change no value
 
 
@@ -71,33 +71,6 @@ class TracedFunction:
         """Names of the operands that are its tables."""
         return tuple(map(table_name, self.tables))
 
-    @functools.cached_property
-    def with_slope(self) -> ClosedJaxpr:
-        """Returns the program of the result of a score function and of its derivative by the score.
-
-        It has no calls inside at all. A derivative that is a number is a literal. Where the result is `-inf`, and the weight is
-        0, the derivative may be anything.
-        """
-        at = len(self.tables)  # of the score among the inputs
-
-        def run(*args):
-            def of_score(score):
-                return jaxpr_as_fun(self.program)(*args[:at], score, *args[at + 1 :])[0]
-
-            return jax.jvp(of_score, (args[at],), (np.ones((), args[at].dtype),))
-
-        return _without_hidden(_simplified(jax.make_jaxpr(run), self.program.in_avals))
-
-    def with_loads(self, names: tuple[str, ...]) -> tuple[ClosedJaxpr, tuple["TableLoad", ...]]:
-        """Returns a program of derivatives by what a score function reads of the tables `names`, and the loads.
-
-        The program returns what `with_slope` does, then the derivatives of the result by loads that depend on the score.
-
-        Raises:
-          NotImplementedError: the function does not read these tables element by element.
-        """
-        return _derive_loads(self, names)
-
     def on_arrays(self, tables: Sequence[jax.Array], *arguments: jax.Array, axes: int) -> jax.Array:
         """Runs the function on arrays.
 
@@ -109,124 +82,10 @@ class TracedFunction:
         Returns:
           An array with `axes` axes, of size 1 where nothing that the function reads varies.
         """
-        return _over_axes(axes, lambda *args: jaxpr_as_fun(self.program)(*args)[0], [*tables, *arguments])
+        return map_over_axes(axes, lambda *args: jnp.asarray(jaxpr_as_fun(self.program)(*args)[0]), [*tables, *arguments])
 
 
-@dataclass(frozen=True)
-class TableLoad:
-    """A place in a score function that reads an element of a table whose cotangent is wanted.
-
-    Attributes:
-      name: the operand that is the table.
-      program: takes what the function takes, with an int32 table of the numbers from 0 on behind its tables. It returns the
-        number of the element, below 0 for none, and the derivative of the result by it if that does not depend on the score.
-      is_of_score: True if it does. The program that comes with the loads then returns it.
-    """
-
-    name: str
-    program: ClosedJaxpr
-    is_of_score: bool
-
-
-@functools.lru_cache(maxsize=64)
-def _derive_loads(function: TracedFunction, names: tuple[str, ...]) -> tuple[ClosedJaxpr, tuple[TableLoad, ...]]:
-    jaxpr, at = function.program.jaxpr, len(function.tables)
-    origins = {v: i for i, (v, name) in enumerate(zip(jaxpr.invars, function.table_names, strict=False)) if name in names}
-    leaves = _find_leaves(jaxpr, origins)
-
-    def derive(*args):
-        values = _with_moves(jaxpr, function.program.consts, args, origins)
-        found = [values[leaf] for leaf in leaves]
-
-        def run(score, *elements):
-            now = (*args[:at], score, *args[at + 1 :])
-            return _with_moves(jaxpr, function.program.consts, now, origins, dict(zip(leaves, elements, strict=True)))[None]
-
-        result, pull = jax.vjp(run, args[at], *found)
-        return result, *(x.reshape(()) for x in pull(np.ones((), result.dtype)))
-
-    whole = _simplified(jax.make_jaxpr(derive), function.program.in_avals)
-    result, slope, *factors = whole.jaxpr.outvars
-    moving = _reached(whole.jaxpr, whole.jaxpr.invars[at])
-    loads, of_score = [], []
-    for leaf, factor in zip(leaves, factors, strict=True):
-        if isinstance(factor, Literal) and factor.val == 0:
-            continue
-        is_of_score = not isinstance(factor, Literal) and factor in moving
-        place = functools.partial(_place, function, leaf, origins, None if is_of_score else with_results(whole, [factor]))
-        table = jax.ShapeDtypeStruct(jaxpr.invars[origins[leaf]].aval.shape, np.int32)
-        types = [*function.program.in_avals[:at], table, *function.program.in_avals[at:]]
-        loads.append(TableLoad(function.table_names[origins[leaf]], _simplified(jax.make_jaxpr(place), types), is_of_score))
-        of_score += [factor] * is_of_score
-    return with_results(whole, [result, slope, *of_score]), tuple(loads)
-
-
-def _place(function, leaf, origins, factor: ClosedJaxpr | None, *args):
-    """Returns the place of a load in its table, below 0 for none; and the derivative by it, if a program has that."""
-    at, (number, constants) = len(function.tables), (origins[leaf], function.program.consts)
-    operands = (*args[:at], *args[at + 1 :])
-    numbered = (*operands[:number], args[at], *operands[number + 1 :])
-    path = {v: i for v, i in origins.items() if i == number}
-    place = _with_moves(function.program.jaxpr, constants, numbered, path, wanted=leaf)[leaf].reshape(())
-    return place if factor is None else (place, *jaxpr_as_fun(factor)(*operands))
-
-
-def _find_leaves(jaxpr: Jaxpr, origins: dict[Any, int]) -> list[Any]:
-    """Lists the elements of tables that a program computes with. Adds to `origins` the tables that parts are parts of."""
-    leaves = []
-    for eqn in _live_eqns(jaxpr)[0]:
-        is_load = eqn.primitive.name in _LOADS
-        leaves += [v for v in eqn.invars[is_load:] if not isinstance(v, Literal) and v in origins and v not in leaves]
-        if is_load and eqn.invars[0] in origins:
-            origins[eqn.outvars[0]] = origins[eqn.invars[0]]
-    leaves += [v for v in jaxpr.outvars if not isinstance(v, Literal) and v in origins]
-    if any(leaf.aval.size != 1 for leaf in leaves):
-        raise NotImplementedError("several elements of an array at once")
-    return leaves
-
-
-def _with_moves(jaxpr, constants, arguments, origins, elements=None, wanted=None) -> dict[Any, Any]:
-    """Evaluates a program; returns its values by variable, and its result by None.
-
-    `elements` stand for the parts of tables that it computes with. If a part is `wanted`, nothing else is computed, and the
-    tables that `origins` names are int32, with -1 where a load is out of bounds.
-    """
-    values: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True)) | dict(
-        zip(jaxpr.invars, arguments, strict=True)
-    )
-    elements = elements or {}
-    eqns = _live_eqns(jaxpr if wanted is None else jaxpr.replace(outvars=[wanted]))[0]
-    for eqn in eqns:
-        is_load = eqn.primitive.name in _LOADS
-        operands = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars[:is_load]]
-        operands += [v.val if isinstance(v, Literal) else elements.get(v, values[v]) for v in eqn.invars[is_load:]]
-        params = dict(eqn.primitive.get_bind_params(eqn.params))
-        if wanted is not None and "fill_value" in params and eqn.invars[0] in origins:
-            params["fill_value"] = -1
-        results = eqn.primitive.bind(*operands, **params)
-        values |= zip(eqn.outvars, results if eqn.primitive.multiple_results else [results], strict=True)
-    if wanted is None:
-        (out,) = jaxpr.outvars
-        values[None] = out.val if isinstance(out, Literal) else elements.get(out, values[out])
-    return values
-
-
-def _reached(jaxpr: Jaxpr, start: Any) -> set[Any]:
-    """Returns the variables of a program that depend on one of them."""
-    reached = {start}
-    for eqn in jaxpr.eqns:
-        if not reached.isdisjoint(v for v in eqn.invars if not isinstance(v, Literal)):
-            reached |= set(eqn.outvars)
-    return reached
-
-
-def with_results(closed: ClosedJaxpr, results: Sequence[Any]) -> ClosedJaxpr:
-    """Returns a program with other variables as its results."""
-    jaxpr = closed.jaxpr.replace(outvars=list(results))
-    return ClosedJaxpr(jaxpr.replace(eqns=_live_eqns(jaxpr)[0]), closed.consts)
-
-
-def _over_axes(axes: int, function: Callable[..., jax.Array], arrays: Sequence[jax.Array]) -> jax.Array:
+def map_over_axes(axes: int, function: Callable[..., jax.Array], arrays: Sequence[jax.Array]) -> jax.Array:
     """Maps a function over the leading axes of arrays, except where all of them have size 1."""
     if axes == 0:
         return function(*arrays)
@@ -239,7 +98,7 @@ def _over_axes(axes: int, function: Callable[..., jax.Array], arrays: Sequence[j
 
 
 def _inner(axes, function, *arrays):
-    return _over_axes(axes, function, arrays)
+    return map_over_axes(axes, function, arrays)
 
 
 def functions_and_operands(
@@ -388,11 +247,11 @@ def wide_tables(tables: Sequence[jax.Array]) -> list[jax.Array]:
 
 def _live_constants(closed: ClosedJaxpr) -> list[int]:
     """Lists the constants that the result needs."""
-    live = _live_eqns(closed.jaxpr)[1]
+    live = needed_eqns(closed.jaxpr)[1]
     return [i for i, v in enumerate(closed.jaxpr.constvars) if v in live]
 
 
-def _live_eqns(jaxpr: Jaxpr) -> tuple[list[Any], set[Any]]:
+def needed_eqns(jaxpr: Jaxpr) -> tuple[list[Any], set[Any]]:
     """Lists the equations that the results need, and the variables that these read."""
     live = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     eqns = []
@@ -415,22 +274,22 @@ def _evaluate(jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any]) 
     def pair(v):
         return (v.val, None) if isinstance(v, Literal) else values[v]
 
-    for eqn in _live_eqns(jaxpr)[0]:
+    for eqn in needed_eqns(jaxpr)[0]:
         name, pairs = eqn.primitive.name, [pair(v) for v in eqn.invars]
         if name in _OF_TYPES_ALONE:
             results = pairs
-        elif name in _CALLS:
-            inner = eqn.params[_CALLS[name] or "call_jaxpr"]
+        elif name in CALLS:
+            inner = eqn.params[CALLS[name] or "call_jaxpr"]
             if name == "custom_jvp_call":  # its own derivative may be what keeps NaN out
-                results = [(x, None) for x in _bound(eqn, [_rounded(p) for p in pairs])]
+                results = [(x, None) for x in apply(eqn, [_rounded(p) for p in pairs])]
             else:
                 inner_constants = [(c, None) for c in getattr(inner, "consts", ())]
                 results = _evaluate(getattr(inner, "jaxpr", inner), inner_constants, pairs)
-        elif name in _LOADS:
+        elif name in LOADS:
             (first, dtype), *others = pairs
-            results = [(x, dtype) for x in _bound(eqn, [first, *(_rounded(p) for p in others)])]
+            results = [(x, dtype) for x in apply(eqn, [first, *(_rounded(p) for p in others)])]
         else:
-            results = [(x, None) for x in _bound(eqn, [_rounded(p) for p in pairs])]
+            results = [(x, None) for x in apply(eqn, [_rounded(p) for p in pairs])]
         values |= dict(zip(eqn.outvars, results, strict=True))
     return [pair(v) for v in jaxpr.outvars]
 
@@ -441,85 +300,7 @@ def _rounded(value):
     return array if dtype is None or array.dtype == dtype else array.astype(dtype)
 
 
-def _bound(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
+def apply(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
     """Applies the operation of an equation to arrays."""
     results = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(eqn.params))
     return list(results) if eqn.primitive.multiple_results else [results]
-
-
-def _simplified(trace: Callable[..., ClosedJaxpr], types: Sequence[Any]) -> ClosedJaxpr:
-    """Traces a function of inputs of these types, and removes calls, factors of 1 and what is computed twice.
-
-    The rules of derivatives leave them.
-    """
-    types = [jax.ShapeDtypeStruct(kind.shape, kind.dtype) for kind in types]
-    with sharding.on_no_mesh():
-        closed = trace(*types)
-        return jax.make_jaxpr(lambda *args: _folded(closed.jaxpr, closed.consts, args, {}))(*types)
-
-
-def _folded(jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any], known: dict[Any, list[Any]]) -> list[Any]:
-    """Evaluates a program. Numbers that do not depend on its arguments are computed, and become literals.
-
-    `known` has the results of operations so far, by the operation and the identities of its operands.
-    """
-    values: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True)) | dict(
-        zip(jaxpr.invars, arguments, strict=True)
-    )
-    for eqn in _live_eqns(jaxpr)[0]:
-        operands = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
-        if (attribute := _CALLS.get(eqn.primitive.name, "")) != "":
-            inner = eqn.params[attribute or "call_jaxpr"]
-            results = _folded(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands, known)
-        else:
-            key = eqn.primitive, str(eqn.params), *(np.asarray(x).tobytes() if _is_number(x) else id(x) for x in operands)
-            if key not in known:
-                known[key] = [*_folded_operation(eqn, operands), operands]  # operands stay alive, so that no other has their id
-            results = known[key][:-1]
-        values |= dict(zip(eqn.outvars, results, strict=True))
-    return [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
-
-
-def _folded_operation(eqn: Any, operands: list[Any]) -> list[Any]:
-    """Returns the results of an operation, simplified."""
-    name = eqn.primitive.name
-    if all(map(_is_number, operands)):
-        with jax.ensure_compile_time_eval():
-            return [np.asarray(x)[()] for x in _bound(eqn, operands)]
-    if name == "add_any":
-        return [lax.add(*operands)]
-    if name == "one_minus_square":
-        return [1 - operands[0] * operands[0]]
-    if name == "mul":
-        for one, other in (operands, operands[::-1]):
-            if _is_number(one) and abs(one) == 1:
-                return [other if one == 1 else lax.neg(other)]
-    if name == "select_n" and all(map(_is_number, operands[1:])) and len({float(x) for x in operands[1:]}) == 1:
-        return [operands[1]]
-    return _bound(eqn, operands)
-
-
-def _without_hidden(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns a program of a result and its slope without the selection of slopes of 0 where the result is `-inf`."""
-    jaxpr = closed.jaxpr
-    makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars if eqn.primitive.name == "select_n"}
-    result, slope = jaxpr.outvars
-
-    def is_all(value, number):
-        return isinstance(value, Literal) and value.val == number
-
-    while not isinstance(result, Literal) and not isinstance(slope, Literal) and {result, slope} <= set(makers):
-        (condition, *results), (other, *slopes) = makers[result].invars, makers[slope].invars
-        hidden = [
-            i for i, pair in enumerate(zip(results, slopes, strict=True)) if is_all(pair[0], -np.inf) and is_all(pair[1], 0)
-        ]
-        if condition is not other or len(results) != 2 or len(hidden) != 1:
-            break
-        result, slope = results[1 - hidden[0]], slopes[1 - hidden[0]]
-    jaxpr = jaxpr.replace(outvars=[jaxpr.outvars[0], slope])
-    return ClosedJaxpr(jaxpr.replace(eqns=_live_eqns(jaxpr)[0]), closed.consts)
-
-
-def _is_number(value: Any) -> bool:
-    """Returns True for a scalar that is known while tracing."""
-    return isinstance(value, np.generic | bool | int | float) or (isinstance(value, np.ndarray) and value.ndim == 0)

@@ -31,7 +31,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
 )
 from jaxsoftmax.ops.attention.mosaic_sm90.functions import Function
 from jaxsoftmax.ops.attention.operands import TABLES
-from jaxsoftmax.ops.attention.score_functions import TableLoad, with_results
+from jaxsoftmax.ops.attention.score_derivatives import TableLoad, with_loads, with_results, with_slope
 
 SIZES = (64, 128, 256)  # head sizes on chip
 CONSUMERS = 2  # consumer warpgroups
@@ -232,7 +232,7 @@ class BackwardGeometry(AttentionGeometry):
         """Derivative of the score function's results by scores where it is a number; None where it is an array."""
         if self.score_mod is None:
             return 1.0
-        slope = self.score_mod.with_slope.jaxpr.outvars[1]
+        slope = with_slope(self.score_mod).jaxpr.outvars[1]
         return float(slope.val) if isinstance(slope, Literal) else None
 
     @property
@@ -243,7 +243,7 @@ class BackwardGeometry(AttentionGeometry):
         """
         functions, function = {}, self.score_mod
         if function is not None:
-            program = function.with_loads(self.tables)[0] if self.tables else function.with_slope
+            program = with_loads(function, self.tables)[0] if self.tables else with_slope(function)
             result, slope, *others = program.jaxpr.outvars
             wanted = [result, *others] if self.slope is not None else [result, slope, *others]
             functions["score_mod"] = Function.of(function, with_results(program, wanted))
@@ -257,7 +257,7 @@ class BackwardGeometry(AttentionGeometry):
         function = self.score_mod
         if not self.tables:
             return {}
-        loads: tuple[TableLoad, ...] = function.with_loads(self.tables)[1]
+        loads: tuple[TableLoad, ...] = with_loads(function, self.tables)[1]
         return {
             f"load_{i}": (load, replace(Function.of(function, load.program), gradient=f"d_{load.name}"))
             for i, load in enumerate(loads)

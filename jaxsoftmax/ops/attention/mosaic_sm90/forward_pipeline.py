@@ -295,9 +295,8 @@ class ForwardScores:
         self.load_segments = load_segments  # function of the number of a key block, which loads the segments of its keys
         self.shape, self.unit = (ROWS, geometry.config.block_kv), geometry.unit
         slack, self.headroom = _SLACK_AND_HEADROOM[geometry.dtype.name]
-        self.factor = geometry.soft_cap
-        if geometry.soft_cap is None:
-            self.factor = geometry.scale if geometry.score_mod is None else 1.0
+        unbent = geometry.scale if geometry.score_mod is None else 1.0
+        self.factor = unbent if geometry.soft_cap is None else geometry.soft_cap
         scale_log2 = LOG2E * self.factor if self.unit == 1 else 1.0
         options = {"scale_log2": scale_log2, "slack": slack, "headroom": self.headroom, "unit": self.unit}
         # They take scores in these units, and give their weights.

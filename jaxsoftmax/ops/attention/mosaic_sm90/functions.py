@@ -33,7 +33,7 @@ from jaxsoftmax._core.compat import utils
 from jaxsoftmax._gpu import fused, wgmma
 from jaxsoftmax._gpu.emit import SPLAT, address_of, constant, emit, integer
 from jaxsoftmax.ops.attention.mosaic_sm90.common import LAYOUT, LOG2E, ROW_LAYOUT, ROWS, GlobalOperand
-from jaxsoftmax.ops.attention.score_functions import POSITIONS, TracedFunction
+from jaxsoftmax.ops.attention.score_functions import POSITIONS, TracedFunction, needed_eqns
 
 # Kinds of values, as bits: what varies along rows, and along columns. A tile varies along both.
 NUMBER, ROW, COLUMN, TILE = range(4)
@@ -132,7 +132,7 @@ class Evaluation:
         def read(atom):
             return _literal(atom.val) if isinstance(atom, Literal) else values[atom]
 
-        for eqn in _needed(jaxpr):
+        for eqn in needed_eqns(jaxpr)[0]:
             name, operands = eqn.primitive.name, [read(v) for v in eqn.invars]
             if name in ("custom_jvp_call", "custom_vjp_call"):
                 inner = eqn.params["call_jaxpr"]
@@ -355,16 +355,6 @@ class Evaluation:
 def _composition(function, count) -> ClosedJaxpr:
     with jax.enable_x64(False):
         return jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct((), jnp.float32)] * count)
-
-
-def _needed(jaxpr) -> list[Any]:
-    """Lists the equations that the results need."""
-    live, eqns = {v for v in jaxpr.outvars if not isinstance(v, Literal)}, []
-    for eqn in reversed(jaxpr.eqns):
-        if any(v in live for v in eqn.outvars):
-            eqns.append(eqn)
-            live |= {v for v in eqn.invars if not isinstance(v, Literal)}
-    return eqns[::-1]
 
 
 def _literal(value) -> Value:
@@ -692,7 +682,7 @@ def _raised(x, y):
 
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _MOVES = ("reshape", "squeeze", "slice", "dynamic_slice", "gather", "broadcast_in_dim", "concatenate", "expand_dims")
-_OPERATIONS: dict[str, Callable[..., Value]] = {
+_OPERATIONS: dict[str, Callable[..., Any]] = {
     "add": _elementwise(arith.addf, arith.addi),
     "add_any": _elementwise(arith.addf, arith.addi),
     "sub": _elementwise(arith.subf, arith.subi),
@@ -948,7 +938,7 @@ class TileFunctions:
           start: first column.
         """
         function = self.functions[name]
-        address = self._present(function).index(function.gradient)
+        address = self._present(function).index(str(function.gradient))
 
         def add(evaluation, results, values):
             place, *factors = results
@@ -1030,7 +1020,7 @@ class TileFunctions:
             (first, begin, head, *numbers), arrays = operands[: len(scalars)], list(operands[len(scalars) :])
             entries, offsets = numbers[: len(names)], numbers[len(names) :]
             tables = [_entry(*each) for each in zip(refs, entries, sizes, strict=True)]
-            score = None if s is None else arrays.pop(0)
+            score: Any = None if s is None else arrays.pop(0)
             taken = {
                 i: _taken(value, array.registers.flat) for (i, (value, _)), array in zip(loaded.items(), arrays, strict=True)
             }
@@ -1044,7 +1034,7 @@ class TileFunctions:
                 evaluation = Evaluation(8 * len(pairs), tables, taken)
                 value, own = Value(TILE, np.dtype(np.float32), of_score=True), replace(columns, registers=None)
                 if s is not None:
-                    own = replace(own, registers=columns.registers[pairs.start : pairs.stop])
+                    own = replace(own, registers=list(columns.registers or ())[pairs.start : pairs.stop])
                     value = replace(value, registers=list(score.registers.flat)[2 * pairs.start : 2 * pairs.stop])
                 arguments = self._arguments(function, evaluation, rows, own, position, number, value)
                 results = finish(evaluation, evaluation.run(function.program, arguments), value)
