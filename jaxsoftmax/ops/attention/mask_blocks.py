@@ -161,15 +161,15 @@ def _joined(lengths, block_q, block_kv, number=1):
 
 def _inputs(function, operands, grid):
     """Returns the values of the program's inputs. Operands get the axes of `_Points`."""
-    given = {name: jnp.asarray(x) for name, x in operands.items()}
-    tables = [_Points(None, wide_tables([given[name]])[0][..., None, :]) for name in function.table_names]
-    entries = _Points(None, given["entries"][..., None, None]) if "entries" in given else None
-    heads = _Points(None, given["head_numbers"][..., None]) if "head_numbers" in given else None
-    if "query_numbers" in given:
-        sides = (Axis.ROWS, given["query_numbers"]), (Axis.COLUMNS, given["key_numbers"])
+    arrays = {name: jnp.asarray(x) for name, x in operands.items()}
+    tables = [_Points(None, wide_tables([arrays[name]])[0][..., None, :]) for name in function.table_names]
+    entries = _Points(None, arrays["entries"][..., None, None]) if "entries" in arrays else None
+    heads = _Points(None, arrays["head_numbers"][..., None]) if "head_numbers" in arrays else None
+    if "query_numbers" in arrays:
+        sides = (Axis.ROWS, arrays["query_numbers"]), (Axis.COLUMNS, arrays["key_numbers"])
         positions = [_Points(axis, numbers[..., None, :]) for axis, numbers in sides]
     else:
-        offset = given["query_offset"][..., None, None] if "query_offset" in given else None
+        offset = arrays["query_offset"][..., None, None] if "query_offset" in arrays else None
         positions = [grid.index(Axis.ROWS, offset), grid.index(Axis.COLUMNS)]
     return [*tables, entries, heads, *positions]
 
@@ -187,7 +187,7 @@ def _spans(seen, whole, rows, cols):
 
 
 class Axis(enum.Enum):
-    """What a value depends on, beside batch entries and heads. None stands for nothing."""
+    """The indices that a value depends on, beside batch entries and heads. None stands for none of them."""
 
     ROWS = "query_index"
     COLUMNS = "key_index"
@@ -209,7 +209,7 @@ class _Linear:
 
     @property
     def axis(self) -> Axis | None:
-        """What the number depends on, if it `has_axis`."""
+        """The axis that the number depends on, if it `has_axis`."""
         if self.columns == 0:
             return Axis.ROWS if self.rows else None
         return Axis.DIAGONALS if self.rows else Axis.COLUMNS
@@ -354,7 +354,7 @@ class _Evaluator:
         self.origins: dict[Any, Any] = {}  # the operations that variables come from
 
     def result(self, function: TracedFunction, inputs: Sequence[Any]) -> _Blocks:
-        """Returns the bounds of what a mask function returns."""
+        """Returns the bounds of the result of a mask function."""
         program = function.program
         with np.errstate(all="ignore"):  # of integers that wrap around, and of NaN
             out = self._run(program.jaxpr, program.consts, inputs)[0]
@@ -412,7 +412,7 @@ class _Evaluator:
     def _corrected_division(self, eqn):
         """Returns the remainder that an operation tests, if it decides whether `x // y` is less than `lax.div(x, y)`.
 
-        `jnp` writes `(sign(x) != sign(y)) & (rem(x, y) != 0)`, of which bounds see that either may be true at `x = 0`.
+        `jnp` tests `(sign(x) != sign(y)) & (rem(x, y) != 0)`. Bounds alone do not show that both are not true at `x = 0`.
         """
 
         def origin(v, name):
