@@ -434,6 +434,14 @@ def test_gradients_lower_for_cuda(is_mapped):
     kernels.lowered_for_cuda(gradient, given, kernels=["attention_forward_mosaic", "attention_backward_mosaic"])
 
 
+@pytest.mark.parametrize(
+    ("score", "mask", "queries"),
+    [("alibi", "causal", 128), (None, "documents", 128), ("hiding", None, 128), ("cap", None, 64), ("relative", None, 64)],
+)
+def test_steps_have_fewer_queries_where_functions_need_registers(score, mask, queries):
+    assert planned(score, mask, 64, "bfloat16")[0].plan.geometry.config.block_q == queries
+
+
 def test_queries_behind_the_last_are_masked_where_a_score_function_may_make_them_large():
     for score, whole in (("growing", 2), (None, 3)):
         geometry = planned(score, None if score else "causal", 64, "bfloat16", length=300)[0].plan.geometry

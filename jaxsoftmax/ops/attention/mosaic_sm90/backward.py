@@ -16,6 +16,10 @@ each score has a bias of its own. In float32 XLA splits Q, K, V and dO once into
 three of theirs: three times as many operations. Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608,
 section 3.
 
+A score function changes `scale S'` before the exponential, and dS is multiplied by its slope, which is computed beside it. A
+mask function hides keys in steps that are not visible entirely. Derivatives by arrays that a score function reads are added in
+float32, in any order: one addition for each warp, row, column or score, as the place in the array varies.
+
 NaN or infinity in queries, keys and values that are not seen shows, as they are multiplied by 0. float16 holds derivatives of
 scores between 2^-25 and 65504: scale the loss.
 

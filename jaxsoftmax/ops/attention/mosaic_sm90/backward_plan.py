@@ -29,7 +29,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     shapes_of,
     tail_of,
 )
-from jaxsoftmax.ops.attention.mosaic_sm90.functions import Function
+from jaxsoftmax.ops.attention.mosaic_sm90.functions import Function, loads_tiles
 from jaxsoftmax.ops.attention.operands import TABLES
 from jaxsoftmax.ops.attention.score_derivatives import TableLoad, with_loads, with_results, with_slope
 
@@ -98,6 +98,10 @@ _CONFIGS = {
     # 3258 us (4096 tokens, H100).
     256: BackwardConfig(64, (2, 1), roles=True, pairs=True, pieces=2),
 }
+
+# For heads of up to 64 of 16 bits and score functions that need many registers. With 128 queries ptxas spills 1300 to 2800
+# bytes for a cap, or for a table of distances, and nothing so. Not measured.
+_CONFIG_OF_FUNCTIONS = BackwardConfig(64, (3, 2), one_program=True, separate_dq=True)
 
 # The same for float32: each operand of a product is two terms of bfloat16, in shared memory and in registers.
 #
@@ -658,6 +662,17 @@ def _bias_gradient(types, batch, *, is_changed, is_partial) -> BiasGradient:
     return BiasGradient.STORED if is_whole and is_of_products else BiasGradient.ADDED
 
 
+def _needs_registers(types, wanted, *, score_mod=None, mask_mod=None, soft_cap=None, **options) -> bool:
+    """Returns True if functions have more arrays as large as the scores than fit beside 128 queries of a step."""
+    functions = [function for function in (score_mod, mask_mod) if function is not None]
+    if any(loads_tiles(Function.of(function), types) for function in functions):
+        return True
+    if score_mod is None:
+        return False
+    has_slope = not isinstance(score_mod.with_slope.jaxpr.outvars[1], Literal)
+    return has_slope or soft_cap is not None or not set(TABLES).isdisjoint(wanted)
+
+
 def shape_backward(
     types: Mapping[str, Any],
     target: Target,
@@ -679,6 +694,8 @@ def shape_backward(
     head_size, value_size = (types[name].shape[-1] for name in ("query", "value"))
     passes_both = "bias" in wanted and is_changed
     size, config = backward_config(head_size, value_size, shapes["dtype"], passes_both=passes_both)
+    if config is _CONFIGS[64] and _needs_registers(types, wanted, **options):
+        config = _CONFIG_OF_FUNCTIONS
     shape = functools.partial(
         BackwardGeometry,
         **shapes | {"names": frozenset(types) - {"sinks"}},

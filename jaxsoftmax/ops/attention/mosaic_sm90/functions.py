@@ -812,6 +812,14 @@ def reason_against(function: Function, types: Mapping[str, Any]) -> str | None:
     return None
 
 
+def loads_tiles(function: Function, types: Mapping[str, Any]) -> bool:
+    """Returns True if a function of operands of these types reads an element of a table for each score."""
+    try:
+        return any(load.kind == TILE for load in _described(function, types, 64)[1])
+    except UnsupportedError:
+        return False
+
+
 def _described(function: Function, types: Mapping[str, Any], columns: int) -> tuple[list[Value], list[Value]]:
     """Describes the results, and all loads, of a function of operands of these types."""
     dtypes = {name: types[name].dtype for name in function.operands if name in types}
