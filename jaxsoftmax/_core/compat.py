@@ -38,7 +38,10 @@ _UTILS = "jax.experimental.mosaic.gpu.utils"
 # Reason and names, by module. None stands for any name.
 EXPERIMENTAL: dict[str, tuple[str, str | None]] = {
     "jax.core": ("types of operands", "ShapedArray Tracer"),
-    "jax.extend.core": ("primitives of our own", "Primitive"),
+    "jax.extend.core": (
+        "primitives of our own, and programs of score and mask functions",
+        "ClosedJaxpr Jaxpr Literal Primitive jaxpr_as_fun",
+    ),
     "jax.interpreters.ad": (
         "derivatives of primitives",
         "Zero add_tangents deflinear2 is_undefined_primal primitive_jvps primitive_transposes",
