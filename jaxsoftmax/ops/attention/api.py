@@ -156,7 +156,8 @@ def dot_product_attention(
         `jax.lax` on scalars. It may read arrays that it closes over, at indices that it computes from its arguments, and
         floating ones have derivatives. Those of 16 bits add up in float32.
       mask_mod: function `mask_mod(batch, head, query_index, key_index)` that returns a bool, True where the query sees the key.
-        It is traced likewise. Both functions run on the reference, in tiles.
+        It is traced likewise. Both functions run on the reference, in tiles, unless `implementation` is "mosaic": its kernels
+        for them are new, and refuse functions with operations that they do not have.
       parallel: `jaxsoftmax.ContextParallel` that says how devices share the sequence. None where tokens have their own order
         and no `jax.shard_map` shards the sequence: a model then picks the strategy.
       implementation: None for the best implementation for this platform, GPU, shape and dtype; or its name, "mosaic", "triton"

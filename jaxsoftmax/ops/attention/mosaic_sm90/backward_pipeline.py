@@ -897,8 +897,8 @@ class HalfConsumer(BackwardConsumer):
         p, slope, change = scores.weights(s, lse, loaded, current)
         kept = scores.kept(current)
         rounded = self.rounded(where_kept(kept, p))
-        if geometry.bias_gradient is BiasGradient.NONE and not geometry.tables:
-            # Nothing needs weights and slopes apart. With a soft cap ptxas spills 872 bytes so, and 1588 otherwise (size 64).
+        if geometry.score_mod is not None and geometry.bias_gradient is BiasGradient.NONE and not geometry.tables:
+            # Nothing needs weights and slopes apart, which take twice the registers.
             p, slope = scores.times_slope(p, p, slope), None
         p, rounded = lax.optimization_barrier((p, rounded))
         others = self.multiply_columns(dv_acc, rounded, do)

@@ -669,7 +669,7 @@ def _needs_registers(types, wanted, *, score_mod=None, mask_mod=None, soft_cap=N
         return True
     if score_mod is None:
         return False
-    has_slope = not isinstance(score_mod.with_slope.jaxpr.outvars[1], Literal)
+    has_slope = not isinstance(with_slope(score_mod).jaxpr.outvars[1], Literal)
     return has_slope or soft_cap is not None or not set(TABLES).isdisjoint(wanted)
 
 
