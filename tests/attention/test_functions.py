@@ -160,7 +160,7 @@ def test_functions_with_an_offset(name, offset):
 @pytest.mark.parametrize("name", ["documents", "alibi"])
 @pytest.mark.parametrize("rows_are_queries", [True, False], ids=["queries", "keys"])
 def test_functions_of_tokens_with_numbers(name, rows_are_queries):
-    """Where devices share a sequence, operands number its tokens: here in an order from the last to the first."""
+    """Operands number the tokens of a sequence that devices share: here from the last to the first."""
     s = np.random.default_rng(1).standard_normal((ROWS, 64)).astype(np.float32)
     at = {"b": 1, "head": 3, "rows_are_queries": rows_are_queries}
     line = jnp.arange(LENGTH - 1, -1, -1, dtype=jnp.int32)[None]

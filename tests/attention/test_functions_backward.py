@@ -95,7 +95,7 @@ def growing(score, batch, head, query, key):  # which makes large scores of the 
 
 
 def quick(every, some):
-    """Returns parameters, of which all except `some` are slow."""
+    """Returns parameters; all except `some` are slow."""
     return [pytest.param(value, marks=[] if value in some else pytest.mark.slow) for value in every]
 
 
@@ -247,7 +247,7 @@ TOLERANCES = {"bfloat16": 2.0**-6, "float16": 2.0**-8, "float32": 2.0**-13}
 
 
 def calls(given, score_mod, mask_mod, dtype, **options):
-    """Returns names of what moves, operands and parameters of the primitive of cotangents, and the reference's cotangents."""
+    """Returns the names of operands that move, operands and parameters of the primitive of cotangents, and the reference's cotangents."""
     moving, fixed = forward.split(given)
 
     def f(moving):
@@ -420,7 +420,7 @@ def test_kernels_with_cotangents_of_tables_compile(call):
 
 @pytest.mark.parametrize("is_mapped", quick([False, True], [True]))
 def test_gradients_lower_for_cuda(is_mapped):
-    """By a public call, with a gradient for a table that all examples share or one for each."""
+    """Compares a public call, with a gradient for a table that all examples share or one for each."""
     given = lowering.operands(length=N_PLACES, keys=N_PLACES, heads=HEADS)
     shapes = {"line": LINE.shape, "small": SMALL.shape}
     given |= {name: lowering.shaped(*([2] * is_mapped), *shape, dtype="float32") for name, shape in shapes.items()}
