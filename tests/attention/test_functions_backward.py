@@ -247,7 +247,7 @@ TOLERANCES = {"bfloat16": 2.0**-6, "float16": 2.0**-8, "float32": 2.0**-13}
 
 
 def calls(given, score_mod, mask_mod, dtype, **options):
-    """Returns the names of operands that move, operands and parameters of the primitive of cotangents, and the reference's cotangents."""
+    """Returns names of moving operands, operands and parameters of the primitive, and the reference's cotangents."""
     moving, fixed = forward.split(given)
 
     def f(moving):
