@@ -288,6 +288,38 @@ def test_equal_functions_are_equal_parameters():
     assert hash(first) == hash(second)
 
 
+@pytest.mark.parametrize("kind", ["jit", "custom_jvp", "cond"])
+def test_functions_that_differ_in_arrays_inside_differ(kind):
+    """The text of a program shows no array that an inner function closes over."""
+
+    def function(table):
+        def look_up(score, key_index):
+            return score + table[key_index]
+
+        inner = {
+            "jit": jax.jit(look_up),
+            "custom_jvp": jax.custom_jvp(look_up),
+            "cond": lambda s, k: jax.lax.cond(s > 0, look_up, lambda s, k: 2 * look_up(s, k), s, k),
+        }[kind]
+        if kind == "custom_jvp":
+            inner.defjvp(lambda primals, tangents: (look_up(*primals), tangents[0]))
+        return lambda s, b, h, q, k: inner(s, k)
+
+    query, key, value = operands(np.random.default_rng(0), Sizes(1, 5, 6, 2), dtype=np.float32)
+    table = jnp.arange(6.0)
+    for factor in (1.0, -3.0):
+        actual = dot_product_attention(query, key, value, score_mod=function(factor * table))
+        if kind != "cond":
+            expected = dot_product_attention(query, key, value, bias=factor * table[None, None, None])
+        else:
+            with jax.disable_jit():
+                scores = jnp.einsum("btnh,bsnh->bnts", query, key) / np.float32(np.sqrt(8))
+                own = scores + factor * table[None, None, None]
+                weights = jax.nn.softmax(jnp.where(scores > 0, own, 2 * own), -1)
+                expected = jnp.einsum("bnts,bsnh->btnh", weights, value)
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_explain_says_that_the_reference_runs():
     query = jax.ShapeDtypeStruct((1, 4096, 8, 128), jnp.bfloat16)
     slopes = jax.ShapeDtypeStruct((8,), jnp.float32)
@@ -402,6 +434,10 @@ def test_errors_name_the_function_and_its_line():
     fails(TypeError, r"score_mod must return a scalar .*, got float32\[1\]", lambda s, b, h, q, k: s[None])
     fails(TypeError, "score_mod must return a scalar .*, got tuple", lambda s, b, h, q, k: (s, s))
     fails(TypeError, "mask_mod must return a scalar of dtype bool, got int32", mask_mod=lambda b, h, q, k: q)
+
+    array = np.arange(4.0, dtype=np.float32)
+    fails(TypeError, "score_mod must work on traced scalars, got .*lambda", lambda s, b, h, q, k: s + array[q])
+    fails(TypeError, "mask_mod must work on traced scalars, got .*lambda", mask_mod=lambda b, h, q, k: 0 <= q - k < 3)
 
     def prints(score, batch, head, query_index, key_index):
         jax.debug.print("{}", score)

@@ -91,7 +91,8 @@ def dot_product_attention(
 
     A query sees the keys that `mask`, `mask_mod`, `is_causal`, the lengths, the window and the segments all allow, and that
     neither `bias` nor `score_mod` excludes with `-inf`. A query that sees no key gives 0 and has zero gradients, unless
-    `fully_masked_rows` says otherwise. Keys and values that no query sees have no effect. On Hopper (implementation "mosaic")
+    `fully_masked_rows` says otherwise. Keys and values that no query sees have no effect; those that `score_mod` hides must be
+    finite. On Hopper (implementation "mosaic")
     hidden values must be finite, and for derivatives hidden queries and keys too: they are multiplied by 0, and NaN or infinity
     times 0 is NaN.
 
@@ -154,7 +155,7 @@ def dot_product_attention(
         row-major order, `head` query heads, `key_index` keys from 0, and `query_index` queries from `query_offset`. The result
         has the dtype of the score; `-inf` hides the key. The function is traced once, and may use any code of `jax.numpy` and
         `jax.lax` on scalars. It may read arrays that it closes over, at indices that it computes from its arguments, and
-        floating ones have derivatives. Those of 16 bits add up in float32.
+        floating ones have derivatives, which must be finite where the key is hidden too. Those of 16 bits add up in float32.
       mask_mod: function `mask_mod(batch, head, query_index, key_index)` that returns a bool, True where the query sees the key.
         It is traced likewise. Both functions run on the reference, in tiles, unless `implementation` is "mosaic": its kernels
         for them are new, and refuse functions with operations that they do not have.

@@ -183,12 +183,17 @@ def _folded(jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any], kn
             inner = eqn.params[attribute or "call_jaxpr"]
             results = _folded(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands, known)
         else:
-            key = eqn.primitive, str(eqn.params), *(np.asarray(x).tobytes() if _is_number(x) else id(x) for x in operands)
+            key = eqn.primitive, str(eqn.params), *(_identity(x) for x in operands)
             if key not in known:
                 known[key] = [*_folded_operation(eqn, operands), operands]  # operands stay alive, so that no other has their id
             results = known[key][:-1]
         values |= dict(zip(eqn.outvars, results, strict=True))
     return [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
+
+
+def _identity(value: Any) -> Any:
+    """Returns the type and the bits of a number, or the identity of another value."""
+    return (type(value), np.asarray(value).dtype, np.asarray(value).tobytes()) if _is_number(value) else id(value)
 
 
 def _folded_operation(eqn: Any, operands: list[Any]) -> list[Any]:

@@ -12,6 +12,7 @@ float32, and rounds what it reads: their cotangents then add up in float32.
 
 import functools
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from jaxsoftmax.ops.attention.operands import MAX_TABLES, table_name
 POSITIONS = ("batch", "head", "query_index", "key_index")  # the arguments of both functions, behind the score
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "custom_jvp_call": None}
 LOADS = ("gather", "dynamic_slice", "squeeze", "reshape", "slice")  # operations that only move elements of their first operand
+_distinct = itertools.count()  # numbers of programs that equal no other one
 _OF_TYPES_ALONE = ("pvary", "pcast", "reshard", "sharding_constraint")  # operations that change no value
 
 
@@ -43,7 +45,8 @@ class TracedFunction:
       shapes: the shapes of these tables before they were made flat.
       takes_score: True for a score function.
       used: names of the arguments that it reads.
-      text: the program as text. Functions with equal texts and tables are equal, so that equal layers share a kernel.
+      text: the program as text. Functions with equal texts and tables are equal, so that equal layers share a kernel. A program
+        with arrays inside, which no text shows, has a number in it.
     """
 
     program: ClosedJaxpr
@@ -64,7 +67,7 @@ class TracedFunction:
     @property
     def has_custom_vjp(self) -> bool:
         """True if a function inside has derivatives of its own in reverse mode alone."""
-        return any(eqn.primitive.name == "custom_vjp_call" for eqn in self.program.jaxpr.eqns)
+        return "custom_vjp_call" in self.text
 
     @property
     def table_names(self) -> tuple[str, ...]:
@@ -148,7 +151,13 @@ def _traced(function, name, user, score_dtype) -> ClosedJaxpr:
         raise TypeError(f"{function}: {name} must be a function {expected}, got {_where(user)}: {problem}") from None
     except ValueError:  # it has no signature that Python knows
         pass
-    closed, out = jax.make_jaxpr(user, return_shape=True)(*_argument_types(score_dtype))
+    try:
+        closed, out = jax.make_jaxpr(user, return_shape=True)(*_argument_types(score_dtype))
+    except (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError) as problem:
+        raise TypeError(
+            f"{function}: {name} must work on traced scalars, got {_where(user)}, which needs their values; jnp.where and &"
+            " take the place of if and of and, jnp.asarray(array)[index] that of an index into a NumPy array"
+        ) from problem
     kind, wanted = (
         (bool, "bool") if score_dtype is None else (score_dtype, f"{np.dtype(score_dtype).name}, the dtype of scores")
     )
@@ -157,7 +166,8 @@ def _traced(function, name, user, score_dtype) -> ClosedJaxpr:
         raise TypeError(f"{function}: {name} must return a scalar of dtype {wanted}, got {got} from {_where(user)}")
     if closed.effects:
         raise ValueError(f"{function}: {name} must have no side effects, got {closed.effects} from {_where(user)}")
-    return closed
+    # Arrays that inner calls close over become constants of the whole.
+    return jax.make_jaxpr(lambda *args: _inlined(closed.jaxpr, closed.consts, args))(*_argument_types(score_dtype))
 
 
 def _argument_types(score_dtype) -> list[Any]:
@@ -203,7 +213,18 @@ def _cleaned(function, name, user, closed: ClosedJaxpr, constants: list[Any], sc
     read = {v for eqn in program.jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal)}
     read |= {v for v in program.jaxpr.outvars if not isinstance(v, Literal)}
     used = [n for n, v in zip(names, program.jaxpr.invars[len(live) :], strict=True) if v in read]
-    return TracedFunction(program, tuple(numbers[i] for i in live), takes_score, frozenset(used), str(program))
+    text = str(program)
+    if program.consts or _holds_arrays(program.jaxpr):
+        text += f" {next(_distinct)}"
+    return TracedFunction(program, tuple(numbers[i] for i in live), takes_score, frozenset(used), text)
+
+
+def _holds_arrays(jaxpr: Any) -> bool:
+    """Returns True if programs inside of operations close over arrays."""
+    params = itertools.chain.from_iterable(eqn.params.values() for eqn in jaxpr.eqns)
+    inner = itertools.chain.from_iterable(x if isinstance(x, tuple | list) else (x,) for x in params)
+    programs = [x for x in inner if hasattr(x, "eqns") or hasattr(x, "jaxpr")]
+    return any(getattr(x, "consts", ()) or _holds_arrays(getattr(x, "jaxpr", x)) for x in programs)
 
 
 def _check_table(function, name, user, constant):
@@ -262,6 +283,21 @@ def needed_eqns(jaxpr: Jaxpr) -> tuple[list[Any], set[Any]]:
     return eqns[::-1], live
 
 
+def _inlined(jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+    """Evaluates a program with its calls written out, except those with a derivative of their own."""
+    values: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
+    values |= dict(zip(jaxpr.invars, arguments, strict=True))
+    for eqn in needed_eqns(jaxpr)[0]:
+        operands = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
+        if (attribute := CALLS.get(eqn.primitive.name)) is not None:
+            inner = eqn.params[attribute]
+            results = _inlined(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands)
+        else:
+            results = apply(eqn, operands)
+        values |= dict(zip(eqn.outvars, results, strict=True))
+    return [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
+
+
 def _evaluate(jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
     """Evaluates a program whose tables are wide.
 
@@ -278,13 +314,6 @@ def _evaluate(jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any]) 
         name, pairs = eqn.primitive.name, [pair(v) for v in eqn.invars]
         if name in _OF_TYPES_ALONE:
             results = pairs
-        elif name in CALLS:
-            inner = eqn.params[CALLS[name] or "call_jaxpr"]
-            if name == "custom_jvp_call":  # its own derivative may be what keeps NaN out
-                results = [(x, None) for x in apply(eqn, [_rounded(p) for p in pairs])]
-            else:
-                inner_constants = [(c, None) for c in getattr(inner, "consts", ())]
-                results = _evaluate(getattr(inner, "jaxpr", inner), inner_constants, pairs)
         elif name in LOADS:
             (first, dtype), *others = pairs
             results = [(x, dtype) for x in apply(eqn, [first, *(_rounded(p) for p in others)])]

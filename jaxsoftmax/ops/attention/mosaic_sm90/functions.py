@@ -577,7 +577,8 @@ def _shifted(function, natural=False):
         if by.known is None or not 0 <= by.known < bits:
             most = _known(bits - 1, by.dtype)
             unsigned = np.dtype(f"u{by.dtype.itemsize}")
-            is_far = evaluation.compute("gt", replace(by, dtype=unsigned), _known(bits - 1, unsigned))
+            as_unsigned = replace(by, dtype=unsigned, known=None if by.known is None else by.known.astype(unsigned))
+            is_far = evaluation.compute("gt", as_unsigned, _known(bits - 1, unsigned))
             near = evaluation.apply(function, dtype, x, evaluation.compute("select_n", is_far, by, most))
             return near if is_arithmetic else evaluation.compute("select_n", is_far, near, _known(0, dtype))
         return evaluation.apply(function, dtype, x, by, is_natural=natural and x.is_natural)
@@ -740,7 +741,8 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 def _quotient(a, b):
     if _is_float(np.asarray(a).dtype):
         return np.divide(a, b)
-    return abs(int(a)) // abs(int(b)) * (1 if (a < 0) == (b < 0) else -1) if b != 0 else -1
+    quotient = abs(int(a)) // abs(int(b)) * (1 if (a < 0) == (b < 0) else -1) if b != 0 else -1
+    return np.int64(quotient)  # which wraps around in fewer bits
 
 
 _FOLDS: dict[str, Callable[..., Any]] = {
@@ -748,7 +750,7 @@ _FOLDS: dict[str, Callable[..., Any]] = {
     "sub": np.subtract,
     "mul": np.multiply,
     "div": _quotient,
-    "rem": lambda a, b: np.fmod(a, b) if b != 0 else a,
+    "rem": lambda a, b: np.fmod(a, b) if b != 0 or _is_float(np.asarray(a).dtype) else a,
     "floor": np.floor,
     "neg": np.negative,
     "abs": np.abs,
