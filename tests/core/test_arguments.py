@@ -122,6 +122,8 @@ ATTENTION = {
     "dropout_rate": {"a float"},
     "dropout_rng": {"a key"},
     "fully_masked_rows": set(),
+    "score_mod": {"None"},
+    "mask_mod": {"None"},
     "parallel": {"None"},
     "implementation": {"None"},
     "precision": {"None"},

@@ -35,8 +35,9 @@ def test_cases_are_of_every_op_and_of_every_configuration_of_attention():
         for pass_, found in configs.items():
             if case.name.startswith(f"attention {pass_}"):
                 found.add(dict(case.key[2:])["config"])
-    # Three head sizes, with a bias in shared memory and without; two of float32, and one with a bias's derivative.
-    assert len(configs["backward"]) == 9
+    # Three head sizes, with a bias in shared memory and without; two of float32, and one with a bias's derivative; one of
+    # functions that need registers.
+    assert len(configs["backward"]) == 10
     assert len(configs["forward"]) > 20
 
 
