@@ -203,7 +203,7 @@ def masks(draw, with_tables=True):
     return boolean(2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(masks(with_tables=False), st.sampled_from(GRIDS))
 def test_masks_of_positions_are_never_wrong(mask, grid):
     lengths, blocks = grid
@@ -214,7 +214,7 @@ def test_masks_of_positions_are_never_wrong(mask, grid):
     np.testing.assert_array_equal(result[result != PARTIAL], expected[result != PARTIAL])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(masks(), st.sampled_from(GRIDS), st.sampled_from(["", "offset", "numbers"]), st.booleans())
 def test_masks_of_tables_are_never_wrong(mask, grid, positions, by_keys):
     lengths, blocks = grid
