@@ -106,6 +106,19 @@ MASKS = {f.__name__: f for f in (causal, window, documents, heads)}
 # The slope.
 
 
+def test_the_slope_is_that_of_a_function_with_a_derivative_of_its_own():
+    """Forward mode refuses such a function, and planning must not fail for it where the reference runs."""
+
+    @jax.custom_vjp
+    def capped(x):
+        return jnp.tanh(x)
+
+    capped.defvjp(lambda x: (jnp.tanh(x), x), lambda x, c: (3 * c,))  # not the true derivative
+    user = lambda s, b, h, q, k: capped(s)  # noqa: E731
+    traced, _ = score_functions.functions_and_operands("f", jnp.float32, user, None, (1, 1))
+    assert score_derivatives.with_slope(traced["score_mod"]).jaxpr.outvars[1].val == 3
+
+
 @pytest.mark.parametrize("name", SCORES)
 def test_the_slope_is_the_derivative_by_the_score(name):
     function = SCORES[name]

@@ -25,7 +25,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jaxsoftmax.ops.attention.operands import AXES
-from jaxsoftmax.ops.attention.score_functions import TracedFunction, apply, map_over_axes, wide_tables
+from jaxsoftmax.ops.attention.score_functions import TracedFunction, apply, inner_program, map_over_axes, wide_tables
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
@@ -365,9 +365,8 @@ class _Evaluator:
         self.values |= dict(zip(jaxpr.invars, arguments, strict=True))
         for eqn in jaxpr.eqns:
             operands = [self._value(v) for v in eqn.invars]
-            if (name := _CALLS.get(eqn.primitive.name)) is not None:
-                inner = eqn.params[name]
-                results = self._run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands)
+            if (inner := inner_program(eqn)) is not None:
+                results = self._run(*inner, operands)
             elif len(eqn.outvars) == 1:
                 results = [self._operation(eqn, operands)]
             else:
@@ -500,14 +499,6 @@ class _Evaluator:
         return _bounded(array.dtype, *(functools.reduce(pick, loaded) for pick in (jnp.minimum, jnp.maximum)))
 
 
-# The parameter of calls that is the program they run.
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-}
 _OF_TYPES_ALONE = ("pvary", "pcast", "reshard", "sharding_constraint", "copy", "copy_p")
 # Operations on floats that do not round, or round in one way.
 _EXACT = {"select_n", "max", "min", "neg", "abs", "clamp", "sign", "floor", "ceil", "round", "convert_element_type", "gather"}

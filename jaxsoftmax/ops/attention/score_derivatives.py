@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from jaxsoftmax._core import sharding
-from jaxsoftmax.ops.attention.score_functions import CALLS, LOADS, TracedFunction, apply, needed_eqns
+from jaxsoftmax.ops.attention.score_functions import LOADS, TracedFunction, apply, inner_program, needed_eqns
 
 
 @functools.lru_cache(maxsize=64)
@@ -31,7 +31,11 @@ def with_slope(function: TracedFunction) -> ClosedJaxpr:
         def of_score(score):
             return jaxpr_as_fun(function.program)(*args[:at], score, *args[at + 1 :])[0]
 
-        return jax.jvp(of_score, (args[at],), (np.ones((), args[at].dtype),))
+        one = np.ones((), args[at].dtype)
+        if function.has_custom_vjp:  # which forward mode refuses
+            result, pull = jax.vjp(of_score, args[at])
+            return result, *pull(one)
+        return jax.jvp(of_score, (args[at],), (one,))
 
     return _without_hidden(_simplified(jax.make_jaxpr(run), function.program.in_avals))
 
@@ -52,17 +56,26 @@ class TableLoad:
     is_of_score: bool
 
 
+def reads_elements(function: TracedFunction, names: tuple[str, ...]) -> bool:
+    """Returns True if a score function reads the tables `names` element by element."""
+    return all(leaf.aval.size == 1 for leaf in _find_leaves(function.program.jaxpr, _origins(function, names)))
+
+
+def _origins(function, names) -> dict[Any, int]:
+    """Returns the numbers of the tables `names` among those of a function, by variable."""
+    variables = zip(function.program.jaxpr.invars, function.table_names, strict=False)
+    return {v: i for i, (v, name) in enumerate(variables) if name in names}
+
+
 @functools.lru_cache(maxsize=64)
 def with_loads(function: TracedFunction, names: tuple[str, ...]) -> tuple[ClosedJaxpr, tuple[TableLoad, ...]]:
     """Returns a program of derivatives by what a score function reads of the tables `names`, and the loads.
 
-    The program returns what `with_slope` does, then the derivatives of the result by loads that depend on the score.
-
-    Raises:
-      NotImplementedError: the function does not read these tables element by element.
+    The function `reads_elements` of these tables. The program returns the results of `with_slope`, then the derivatives of the
+    result by loads that depend on the score.
     """
     jaxpr, at = function.program.jaxpr, len(function.tables)
-    origins = {v: i for i, (v, name) in enumerate(zip(jaxpr.invars, function.table_names, strict=False)) if name in names}
+    origins = _origins(function, names)
     leaves = _find_leaves(jaxpr, origins)
 
     def derive(*args):
@@ -112,8 +125,6 @@ def _find_leaves(jaxpr: Jaxpr, origins: dict[Any, int]) -> list[Any]:
         if is_load and eqn.invars[0] in origins:
             origins[eqn.outvars[0]] = origins[eqn.invars[0]]
     leaves += [v for v in jaxpr.outvars if not isinstance(v, Literal) and v in origins]
-    if any(leaf.aval.size != 1 for leaf in leaves):
-        raise NotImplementedError("several elements of an array at once")
     return leaves
 
 
@@ -179,9 +190,8 @@ def _folded(jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any], kn
     )
     for eqn in needed_eqns(jaxpr)[0]:
         operands = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
-        if (attribute := CALLS.get(eqn.primitive.name, "")) != "":
-            inner = eqn.params[attribute or "call_jaxpr"]
-            results = _folded(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands, known)
+        if (inner := inner_program(eqn)) is not None:
+            results = _folded(*inner, operands, known)
         else:
             key = eqn.primitive, str(eqn.params), *(_identity(x) for x in operands)
             if key not in known:
@@ -232,8 +242,7 @@ def _without_hidden(closed: ClosedJaxpr) -> ClosedJaxpr:
         if condition is not other or len(results) != 2 or len(hidden) != 1:
             break
         result, slope = results[1 - hidden[0]], slopes[1 - hidden[0]]
-    jaxpr = jaxpr.replace(outvars=[jaxpr.outvars[0], slope])
-    return ClosedJaxpr(jaxpr.replace(eqns=needed_eqns(jaxpr)[0]), closed.consts)
+    return with_results(closed, [jaxpr.outvars[0], slope])
 
 
 def _is_number(value: Any) -> bool:

@@ -29,7 +29,9 @@ from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax.ops.attention.operands import MAX_TABLES, table_name
 
 POSITIONS = ("batch", "head", "query_index", "key_index")  # the arguments of both functions, behind the score
-CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "custom_jvp_call": None}
+_OWN_DERIVATIVES = ("custom_jvp_call", "custom_vjp_call")  # calls of functions with derivatives of their own
+# The parameter of calls that is the program they run.
+_CALLS = {"jit": "jaxpr", "pjit": "jaxpr"} | dict.fromkeys(("closed_call", "core_call", *_OWN_DERIVATIVES), "call_jaxpr")
 LOADS = ("gather", "dynamic_slice", "squeeze", "reshape", "slice")  # operations that only move elements of their first operand
 _distinct = itertools.count()  # numbers of programs that equal no other one
 _OF_TYPES_ALONE = ("pvary", "pcast", "reshard", "sharding_constraint")  # operations that change no value
@@ -289,9 +291,8 @@ def _inlined(jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -
     values |= dict(zip(jaxpr.invars, arguments, strict=True))
     for eqn in needed_eqns(jaxpr)[0]:
         operands = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
-        if (attribute := CALLS.get(eqn.primitive.name)) is not None:
-            inner = eqn.params[attribute]
-            results = _inlined(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands)
+        if eqn.primitive.name not in _OWN_DERIVATIVES and (inner := inner_program(eqn)) is not None:
+            results = _inlined(*inner, operands)
         else:
             results = apply(eqn, operands)
         values |= dict(zip(eqn.outvars, results, strict=True))
@@ -327,6 +328,14 @@ def _rounded(value):
     """Returns the array of a pair in the dtype that it stands for."""
     array, dtype = value
     return array if dtype is None or array.dtype == dtype else array.astype(dtype)
+
+
+def inner_program(eqn: Any) -> tuple[Jaxpr, Sequence[Any]] | None:
+    """Returns the program that an equation calls, and its constants, or None if it is no call."""
+    if (attribute := _CALLS.get(eqn.primitive.name)) is None:
+        return None
+    inner = eqn.params[attribute]
+    return getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
 
 
 def apply(eqn: Any, arrays: Sequence[Any]) -> list[Any]:

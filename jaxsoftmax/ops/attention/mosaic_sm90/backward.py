@@ -80,6 +80,7 @@ from jaxsoftmax.ops.attention.operands import (
     cotangents_of_sinks,
     summed_to,
 )
+from jaxsoftmax.ops.attention.score_derivatives import reads_elements
 
 _MAX_MASKED = 2**21  # keys whose biases have addresses within 31 bits of each other, for all queries of a step
 
@@ -140,14 +141,13 @@ def plan(problem: AttentionProblem, target: Target) -> BackwardPlan | Refusal:
 
 
 def _refuse_functions(geometry: BackwardGeometry, types) -> Refusal | None:
-    """Refuses programs of score and mask functions, and derivatives of what they read, which the kernel does not have."""
+    """Refuses score and mask functions that the kernel cannot run, and derivatives of tables that it does not have."""
     of_tables = "derivatives of arrays that score_mod reads have no kernel"
     if geometry.tables and geometry.config.roles:
         return Refusal(f"{of_tables} for these head sizes", lacks_kernel=True)
-    try:
-        functions = [*geometry.functions.values(), *(function for _, function in geometry.loads.values())]
-    except NotImplementedError as problem:
-        return Refusal(f"{of_tables} where it reads {problem}", lacks_kernel=True)
+    if geometry.tables and not reads_elements(geometry.score_mod, geometry.tables):
+        return Refusal(f"{of_tables} where it reads several elements of an array at once", lacks_kernel=True)
+    functions = [*geometry.functions.values(), *(function for _, function in geometry.loads.values())]
     reasons = (reason_against(function, types) for function in functions)
     return next((Refusal(reason, lacks_kernel=bool(geometry.tables)) for reason in reasons if reason is not None), None)
 

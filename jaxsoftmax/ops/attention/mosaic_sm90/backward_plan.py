@@ -423,14 +423,13 @@ class BackwardGeometry(AttentionGeometry):
         block = jnp.arange(self.blocks_kv, dtype=jnp.int32).reshape(*(1,) * len(self.batch), -1)
         mixed = KERNEL._replace(divide=jnp.floor_divide)  # KERNEL's own takes operands of one shape
         low, high, whole_from, whole_to = jnp.broadcast_arrays(*self.span(block, mixed, lengths, offset))
+        found, block_q, block_kv = [], self.config.block_q, self.block_kv
         if "query_segments" in operands:
             segments = operands["key_segments"], operands["query_segments"]
-            ranges = key_blocks.find_segment_spans(*segments, self.block_kv, self.config.block_q)
-            low, high = jnp.maximum(low, ranges[..., 0]), jnp.minimum(high, ranges[..., 1])
-            whole_from, whole_to = jnp.maximum(whole_from, ranges[..., 2]), jnp.minimum(whole_to, ranges[..., 3])
+            found.append(key_blocks.find_segment_spans(*segments, block_kv, block_q))
         if self.mask_mod is not None:
-            block_q, block_kv = self.config.block_q, self.block_kv
-            ranges = mask_blocks.find_block_spans(self.mask_mod, operands, self.lengths, block_q, block_kv, by_keys=True)
+            found.append(mask_blocks.find_block_spans(self.mask_mod, operands, self.lengths, block_q, block_kv, by_keys=True))
+        for ranges in found:
             low, high = jnp.maximum(low, ranges[..., 0]), jnp.minimum(high, ranges[..., 1])
             whole_from, whole_to = jnp.maximum(whole_from, ranges[..., 2]), jnp.minimum(whole_to, ranges[..., 3])
         if seen is not None:

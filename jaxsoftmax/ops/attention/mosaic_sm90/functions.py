@@ -33,7 +33,7 @@ from jaxsoftmax._core.compat import utils
 from jaxsoftmax._gpu import fused, wgmma
 from jaxsoftmax._gpu.emit import SPLAT, address_of, constant, emit, integer
 from jaxsoftmax.ops.attention.mosaic_sm90.common import LAYOUT, LOG2E, ROW_LAYOUT, ROWS, GlobalOperand
-from jaxsoftmax.ops.attention.score_functions import POSITIONS, TracedFunction, needed_eqns
+from jaxsoftmax.ops.attention.score_functions import POSITIONS, TracedFunction, inner_program, needed_eqns
 
 # Kinds of values, as bits: what varies along rows, and along columns. A tile varies along both.
 NUMBER, ROW, COLUMN, TILE = range(4)
@@ -134,12 +134,9 @@ class Evaluation:
 
         for eqn in needed_eqns(jaxpr)[0]:
             name, operands = eqn.primitive.name, [read(v) for v in eqn.invars]
-            if name in ("custom_jvp_call", "custom_vjp_call"):
-                inner = eqn.params["call_jaxpr"]
-                results = self._run(inner.jaxpr, [_literal(c) for c in inner.consts], operands)
-            elif name in ("jit", "pjit", "closed_call"):
-                inner = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
-                results = self._run(inner.jaxpr, [_literal(c) for c in inner.consts], operands)
+            if (inner := inner_program(eqn)) is not None:
+                program, consts = inner
+                results = self._run(program, [_literal(c) for c in consts], operands)
             elif name in _MOVES:
                 results = [self._moved(eqn, *operands)]
             elif name in _OPERATIONS:
