@@ -94,7 +94,7 @@ KINDS = ("score_mod", "mask_mod")
 # The evaluator.
 
 
-def on_tile(name, s, *, b, head, first, start, rows_are_queries=True, offset=None, numbers=None):
+def on_tile(name, s, *, b, head, first, start, rows_are_queries=True, offset=None, numbers=None, **more):
     """Returns what a kernel makes of a tile of scores; `numbers` of tokens are those of `query_numbers` and `key_numbers`."""
     kind, _ = FUNCTIONS[name]
     function, operands = traced(name)
@@ -107,7 +107,7 @@ def on_tile(name, s, *, b, head, first, start, rows_are_queries=True, offset=Non
         limits = tuple(map(jnp.int32, s.shape))
         scores = wgmma.load_product(refs["s"], 0, 0, limits, s.shape, varies=(True, True))
         at = {"b": jnp.int32(b), "head": jnp.int32(head), "first": jnp.int32(first), "rows_are_queries": rows_are_queries}
-        at |= {} if offset is None else {"offset": jnp.int32(offset)}
+        at |= more | ({} if offset is None else {"offset": jnp.int32(offset)})
         functions = TileFunctions({kind: Function.of(function)}, there, (LENGTH, LENGTH), columns, **at)
         if kind == "score_mod":
             result = functions.changed(scores, jnp.int32(start)) * (functions.factor(kind) or 1)
@@ -148,6 +148,16 @@ def test_functions_on_a_tile(name, rows_are_queries):
     at = {"b": 1, "head": 2, "first": 64, "start": 32, "rows_are_queries": rows_are_queries}
     actual, expected = on_tile(name, s, **at), expected_on_tile(name, s, **at)
     np.testing.assert_array_equal(np.isinf(actual), np.isinf(expected))
+    np.testing.assert_allclose(actual, expected, rtol=4e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "relative", "buckets", "alibi", "documents"])
+@pytest.mark.parametrize(("first", "start"), [(0, 128), (320, 64)])
+def test_functions_on_tiles_that_end_with_the_sequence(name, first, start):
+    """No index of such tiles is out of bounds: none is moved, and the first one of a thread may be negative."""
+    s = np.random.default_rng(1).standard_normal((ROWS, 64)).astype(np.float32)
+    at = {"b": 1, "head": 2, "first": first, "start": start}
+    actual, expected = on_tile(name, s, ends=(LENGTH, LENGTH), **at), expected_on_tile(name, s, **at)
     np.testing.assert_allclose(actual, expected, rtol=4e-6, atol=1e-6)
 
 
