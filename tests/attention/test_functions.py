@@ -320,10 +320,11 @@ def test_kernels_run_functions():
 @pytest.mark.parametrize(("name", "unit"), [("cap", 1.0), ("gate", mosaic.common.LOG2E), ("alibi", mosaic.common.LOG2E)])
 def test_scores_that_stay_small_need_no_exact_maxima(name, unit):
     """A soft cap as a function has the kernel of the soft cap: its factor is that of the exponents, and maxima are guessed."""
-    plan = plan_of({"score_mod": SCORES[name]})
-    assert plan.geometry.unit == unit
-    assert plan.geometry.changed_factor == (3 if name == "cap" else None)
-    assert ("guessed maxima" in plan.describe()) == (name == "cap")
+    for size in (64, 128):
+        plan = plan_of({"score_mod": SCORES[name]}, 1024, size)
+        assert plan.geometry.unit == unit
+        assert plan.geometry.changed_factor == (3 if name == "cap" else None)
+        assert ("guessed maxima" in plan.describe()) == (name == "cap" or size == 128)
 
 
 def test_an_operation_without_a_lowering_is_the_reason():

@@ -328,12 +328,13 @@ def check_interpreted(score, mask, size, dtype, make=None, deterministic=False, 
     check(given, dict(zip(params["wanted"], found, strict=True)), expected, dtype)
 
 
-def check(given, found, expected, dtype):
+def check(given, found, expected, dtype, factor=1):
+    """Compares cotangents. `factor` is that of the tolerance."""
     for name, actual in found.items():
         assert actual.dtype == given[name].dtype
         actual, truth = (np.asarray(x, np.float64) for x in (actual, expected[name]))
         assert np.all(np.isfinite(actual)), name
-        assert np.max(np.abs(actual - truth)) <= TOLERANCES[dtype] * max(1, np.max(np.abs(truth))), name
+        assert np.max(np.abs(actual - truth)) <= factor * TOLERANCES[dtype] * max(1, np.max(np.abs(truth))), name
 
 
 class Additions:
@@ -546,4 +547,6 @@ def test_native_cotangents_of_tables(name, size, dtype, key_heads):
     cotangents, expected = reference(functools.partial(run, attend), given, dtype)
     forced = functools.partial(jaxsoftmax.dot_product_attention, implementation="mosaic")
     _, pull = jax.vjp(jax.jit(functools.partial(run, forced)), given)
-    check(given, pull(jax.tree.map(jnp.asarray, cotangents))[0], expected, dtype)
+    # The derivative by a slope sums those of scores times distances, up to 127, whose errors do not cancel as they do.
+    factor = 2 if name == "head" else 1
+    check(given, pull(jax.tree.map(jnp.asarray, cotangents))[0], expected, dtype, factor)

@@ -203,6 +203,82 @@ def masks(draw, with_tables=True):
     return boolean(2)
 
 
+# Masks that are windows.
+
+
+def shown_by(window, lengths):
+    """Returns what a window shows."""
+    distances = np.arange(lengths[0])[:, None] - np.arange(lengths[1])
+    return (distances <= window[0]) & (-distances <= window[1])
+
+
+WINDOWS = {
+    "causal": (95, 0),
+    "window": (19, 19),
+    "two sides": (30, 9),
+    "a power": (10, 10),
+    "clamped distance": (95, 7),
+    "around": (19, 0),
+    "from the end": (95, 13),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_masks_that_are_windows(name):
+    function, _ = traced(POSITIONS[name])
+    assert mask_blocks.find_window(function, (96, 96)) == WINDOWS.get(name)
+
+
+@pytest.mark.parametrize("sequence", [(70, 90), (90, 70), (1, 80), (80, 1)])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_of_sequences_of_two_lengths(name, sequence):
+    function, operands = traced(POSITIONS[name])
+    window = mask_blocks.find_window(function, sequence)
+    np.testing.assert_array_equal(shown_by(window, sequence), pairs(function, operands, sequence)[0, 0])
+
+
+NO_WINDOWS = {
+    "around the end": lambda b, h, q, k: q + (2**31 - 1) >= k,
+    "around the end by steps": lambda b, h, q, k: q + 2**30 + 2**30 >= k,
+    "twice": lambda b, h, q, k: q + q >= k + k,
+    "behind": lambda b, h, q, k: q - k > 5,
+    "a head": lambda b, h, q, k: (q >= k) | (h == 1),
+    "of bytes": lambda b, h, q, k: q.astype(jnp.int8) >= k.astype(jnp.int8),
+    "a table": lambda b, h, q, k: jnp.asarray([True, False])[q - k],
+    "floats of a distance": lambda b, h, q, k: (q - k).astype(jnp.float32) / 3 < 4,
+}
+
+
+@pytest.mark.parametrize("name", NO_WINDOWS)
+def test_masks_that_are_not_known_to_be_windows(name):
+    function, _ = traced(NO_WINDOWS[name])
+    assert mask_blocks.find_window(function, (96, 96)) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(masks(with_tables=False), st.sampled_from(GRIDS))
+def test_no_mask_is_taken_for_another_window(mask, grid):
+    lengths, _ = grid
+    function, operands = traced(mask)
+    note(function.text)
+    window = mask_blocks.find_window(function, lengths)
+    if window is not None:
+        np.testing.assert_array_equal(shown_by(window, lengths), pairs(function, operands, lengths)[0, 0])
+
+
+def test_a_mask_that_is_a_window_runs_as_one():
+    query = jax.ShapeDtypeStruct((2, 96, 3, 64), jnp.bfloat16)
+
+    def lowered(**options):
+        attend = jax.jit(lambda *operands: jaxsoftmax.dot_product_attention(*operands, **options))
+        return attend.lower(query, query, query).as_text()
+
+    assert lowered(mask_mod=POSITIONS["causal"]) == lowered(is_causal=True)
+    both = lowered(mask_mod=POSITIONS["two sides"], is_causal=True, local_window_size=(50, 20))
+    assert both == lowered(local_window_size=(30, 0))
+    assert lowered(mask_mod=POSITIONS["causal"], query_offset=3) != lowered(is_causal=True, query_offset=3)
+
+
 @settings(max_examples=30, deadline=None)
 @given(masks(with_tables=False), st.sampled_from(GRIDS))
 def test_masks_of_positions_are_never_wrong(mask, grid):

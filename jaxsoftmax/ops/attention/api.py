@@ -157,8 +157,9 @@ def dot_product_attention(
         `jax.lax` on scalars. It may read arrays that it closes over, at indices that it computes from its arguments, and
         floating ones have derivatives, which must be finite where the key is hidden too. Those of 16 bits add up in float32.
       mask_mod: function `mask_mod(batch, head, query_index, key_index)` that returns a bool, True where the query sees the key.
-        It is traced likewise. Both functions run on the reference, in tiles, unless `implementation` is "mosaic": its kernels
-        for them are new, and refuse functions with operations that they do not have.
+        It is traced likewise. Kernels do not visit blocks of scores that it hides, and a function that is a window around the
+        query runs as `local_window_size`. The kernels of "mosaic" refuse functions with operations that they do not have, and
+        the reference runs these.
       parallel: `jaxsoftmax.ContextParallel` that says how devices share the sequence. None where tokens have their own order
         and no `jax.shard_map` shards the sequence: a model then picks the strategy.
       implementation: None for the best implementation for this platform, GPU, shape and dtype; or its name, "mosaic", "triton"
@@ -251,6 +252,8 @@ def dot_product_attention(
         _NAME, accumulator(query.dtype), score_mod, mask_mod, (*batch, heads)
     )
     operands |= arrays
+    if query_offset is None and "mask_mod" in functions:
+        window, functions = _with_window_of_mask(window, functions, lengths)
     if offset is not None and (window != (None, None) or functions):
         operands["query_offset"] = offset
     means = fully_masked_rows == "mean" and keys != 0
@@ -274,6 +277,19 @@ def dot_product_attention(
     if means:
         out = _with_means(out, residual, operands, axes, parallel)
     return (out, residual) if return_residual else out
+
+
+def _with_window_of_mask(window, functions, lengths):
+    """Returns the window and the functions, with a mask function that is a window as one."""
+    from jaxsoftmax.ops.attention import mask_blocks
+
+    shown = mask_blocks.find_window(functions["mask_mod"], lengths)
+    if shown is None:
+        return window, functions
+    length, keys = lengths
+    limits = zip(window, checks.window(_NAME, shown, False, length, keys, False), strict=True)
+    sides = (min((side for side in pair if side is not None), default=None) for pair in limits)
+    return tuple(sides), {name: function for name, function in functions.items() if name != "mask_mod"}
 
 
 def _over_keys(operands, axes, options):

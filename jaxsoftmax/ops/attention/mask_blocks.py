@@ -14,6 +14,7 @@ import enum
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,14 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jaxsoftmax.ops.attention.operands import AXES
-from jaxsoftmax.ops.attention.score_functions import TracedFunction, apply, inner_program, map_over_axes, wide_tables
+from jaxsoftmax.ops.attention.score_functions import (
+    TracedFunction,
+    apply,
+    inner_program,
+    map_over_axes,
+    needed_eqns,
+    wide_tables,
+)
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
@@ -145,6 +153,75 @@ def find_block_spans(
     if by_keys:
         rows, cols = cols, rows
     return jnp.repeat(jnp.minimum(factor * spans, cols), factor, -2)[..., :rows, :]
+
+
+def find_window(function: TracedFunction, lengths: tuple[Any, Any]) -> tuple[int, int] | None:
+    """Finds the window that a mask function shows to each query, if it is one: kernels need no function then.
+
+    Args:
+      function: the mask function.
+      lengths: numbers of queries and of keys, from position 0 on.
+
+    Returns:
+      Numbers of keys before and after its own position that a query sees. None unless the function depends on `query_index -
+      key_index` alone, and is true for a range of it that includes 0.
+    """
+    depends_on_more = function.tables or not function.used <= {"query_index", "key_index"}
+    if depends_on_more or not all(isinstance(length, int) and 0 < length < 2**30 for length in lengths):
+        return None
+    if not _is_of_distance(function.program.jaxpr):
+        return None
+    return _find_window(function, lengths)
+
+
+@functools.lru_cache(64)
+def _find_window(function, lengths):
+    queries, keys = lengths
+    distances = np.arange(1 - keys, queries, dtype=np.int32)
+    grid = _Grid((distances.size, 1), (1, 1), 1)  # of a pair for each distance
+    positions = [_Points(Axis.ROWS, np.maximum(sign * distances, 0)[None]) for sign in (1, -1)]
+    blocks = _Evaluator(grid).result(function, [None, None, *positions])
+    low, high = (np.broadcast_to(x, (1, 1, distances.size, 1)).reshape(-1) for x in (blocks.low, blocks.high))
+    if (low != high).any() or not low[keys - 1]:
+        return None
+    first, last = np.flatnonzero(low)[[0, -1]]
+    is_range = low[first : last + 1].all()
+    return (int(distances[last]), int(-distances[first])) if is_range else None
+
+
+def _is_of_distance(jaxpr) -> bool:
+    """Tells whether the results of a program of positions depend on `query_index - key_index` alone.
+
+    Comparing `query_index + 1` and `key_index` depends on it, so sums of positions and numbers are followed. None of these
+    wraps around: sequences have fewer than 2^30 tokens, as numbers are smaller.
+    """
+    *others, query, key = jaxpr.invars
+    sums: dict[Any, tuple[int, int, int]] = {query: (1, 0, 0), key: (0, 1, 0)}  # factors of both, and the size of the rest
+    of_distance = {*others, *jaxpr.constvars}
+
+    def as_sum(v):
+        if not isinstance(v, Literal):
+            return sums.get(v)
+        return (0, 0, abs(int(v.val))) if np.shape(v.val) == () and np.result_type(v.val) == np.int32 else None
+
+    def is_of_distance(v):
+        factors = (0, 0) if isinstance(v, Literal) or v in of_distance else sums.get(v, (1, 0))[:2]
+        return factors[0] == -factors[1]
+
+    for eqn in needed_eqns(jaxpr)[0]:
+        name, terms = eqn.primitive.name, [term for v in eqn.invars if (term := as_sum(v)) is not None]
+        if name in _SIGNS and len(terms) == len(eqn.invars):
+            query_factor, key_factor = (sum(map(operator.mul, _SIGNS[name], (term[i] for term in terms))) for i in range(2))
+            size = sum(term[2] for term in terms)
+            if max(abs(query_factor), abs(key_factor)) > 1 or size >= 2**30:
+                continue
+            if name not in _COMPARISONS:
+                sums[eqn.outvars[0]] = query_factor, key_factor, size
+            elif query_factor == -key_factor:
+                of_distance.add(eqn.outvars[0])
+        elif all(map(is_of_distance, eqn.invars)):
+            of_distance |= set(eqn.outvars)
+    return all(map(is_of_distance, jaxpr.outvars))
 
 
 def _batch_of(name, array):
@@ -499,6 +576,8 @@ class _Evaluator:
         return _bounded(array.dtype, *(functools.reduce(pick, loaded) for pick in (jnp.minimum, jnp.maximum)))
 
 
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+_SIGNS = {"add": (1, 1), "sub": (1, -1), "neg": (-1,)} | dict.fromkeys(_COMPARISONS, (1, -1))
 _OF_TYPES_ALONE = ("pvary", "pcast", "reshard", "sharding_constraint", "copy", "copy_p")
 # Operations on floats that do not round, or round in one way.
 _EXACT = {"select_n", "max", "min", "neg", "abs", "clamp", "sign", "floor", "ceil", "round", "convert_element_type", "gather"}

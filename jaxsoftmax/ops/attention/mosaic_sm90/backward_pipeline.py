@@ -71,7 +71,6 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     KERNEL,
     LAYOUT,
     LOG2E,
-    ROW_LAYOUT,
     ROWS,
     GlobalOperand,
     dropout_keeps,

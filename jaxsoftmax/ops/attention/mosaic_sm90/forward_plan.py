@@ -438,9 +438,9 @@ class ForwardGeometry(AttentionGeometry):
 
         If all tiles take equally long it is one: they read the same keys at the same time then, from the L2 cache. Otherwise it
         is the number of heads that the L2 cache has room for, so that the last tiles to be handed out are short ones. With
-        segments a tile reads few keys.
+        segments, or a mask function that reads arrays, a tile reads few keys.
         """
-        if "query_segments" in self.names:
+        if "query_segments" in self.names or (self.mask_mod is not None and self.mask_mod.tables):
             return 16
         if len(set(costs)) == 1:
             return 1
@@ -526,7 +526,10 @@ def shape_forward(types: Mapping[str, Any], target: Target, **options: Any) -> F
     query, value_size = types["query"], types["value"].shape[-1]
     window = options["window"]
     changed_factor = factor_of_changed(types, **options)
-    is_crowded = bool(CROWDING & types.keys()) or (options.get("score_mod") is not None and changed_factor is None)
+    # With guesses and ALiBi as a function ptxas spills 52 bytes at head size 128, and 228 at 64.
+    has_small_tiles = max(query.shape[-1], value_size) <= 64 and changed_factor is None
+    is_changed = options.get("score_mod") is not None and (has_small_tiles or query.dtype == jnp.float32)
+    is_crowded = bool(CROWDING & types.keys()) or is_changed
     pays = pays_to_guess(types, window) and not is_crowded, pays_to_split(types, window)
     config = forward_config(query.shape[-1], value_size, window, query.dtype, *pays, is_crowded)
     has_reach = "mask" in types and key_blocks.is_shared(types["mask"])
