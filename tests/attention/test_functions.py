@@ -23,6 +23,7 @@ from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax.ops.attention import key_blocks, primitive
 from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
 from jaxsoftmax.ops.attention.mosaic_sm90.common import ROWS, lay_out
+from jaxsoftmax.ops.attention.mosaic_sm90.decode import DecodePlan
 from jaxsoftmax.ops.attention.mosaic_sm90.forward import ForwardPlan
 from jaxsoftmax.ops.attention.mosaic_sm90.functions import Function, TileFunctions, reason_against
 from jaxsoftmax.ops.attention.score_functions import functions_and_operands, wide_tables
@@ -94,7 +95,7 @@ KINDS = ("score_mod", "mask_mod")
 # The evaluator.
 
 
-def on_tile(name, s, *, b, head, first, start, rows_are_queries=True, offset=None, numbers=None):
+def on_tile(name, s, *, b, head, first, start, rows_are_queries=True, offset=None, numbers=None, heads_per_query=1):
     """Returns what a kernel makes of a tile of scores; `numbers` of tokens are those of `query_numbers` and `key_numbers`."""
     kind, _ = FUNCTIONS[name]
     function, operands = traced(name)
@@ -108,6 +109,7 @@ def on_tile(name, s, *, b, head, first, start, rows_are_queries=True, offset=Non
         scores = wgmma.load_product(refs["s"], 0, 0, limits, s.shape, varies=(True, True))
         at = {"b": jnp.int32(b), "head": jnp.int32(head), "first": jnp.int32(first), "rows_are_queries": rows_are_queries}
         at |= {} if offset is None else {"offset": jnp.int32(offset)}
+        at |= {"heads_per_query": heads_per_query}
         functions = TileFunctions({kind: Function.of(function)}, there, (LENGTH, LENGTH), columns, **at)
         run = functions.changed if kind == "score_mod" else functions.hidden
         wgmma.store_product(out, 0, 0, limits, run(scores, jnp.int32(start)))
@@ -125,15 +127,19 @@ def on_tile(name, s, *, b, head, first, start, rows_are_queries=True, offset=Non
     return np.asarray(emulated(kernel, arrays | {"s": jnp.asarray(s)}, kernels=["function_mosaic"]))
 
 
-def expected_on_tile(name, s, *, b, head, first, start, rows_are_queries=True, offset=None):
+def expected_on_tile(
+    name, s, *, b, head, first, start, rows_are_queries=True, offset=None, heads_per_query=1, from_the_last=False
+):
     kind, _ = FUNCTIONS[name]
     function, operands = traced(name)
     rows, columns = (np.arange(size, dtype=np.int32) + at for size, at in zip(s.shape, (first, start), strict=True))
     query, key = (rows[:, None], columns[None]) if rows_are_queries else (columns[None], rows[:, None])
+    query, head = query // heads_per_query, head * heads_per_query + query % heads_per_query
+    query, key = (LENGTH - 1 - query, LENGTH - 1 - key) if from_the_last else (query, key)
     tables = [table.reshape(1, 1, -1) for table in wide_tables([operands[table] for table in function.table_names])]
     scores = [s] if function.takes_score else []
-    numbers = [np.full((1, 1), number, np.int32) for number in (b, head)]
-    result = function.on_arrays(tables, *map(jnp.asarray, [*scores, *numbers, query + (offset or 0), key]), axes=2)
+    arguments = [*scores, np.full((1, 1), b, np.int32), head, query + (offset or 0), key]
+    result = function.on_arrays(tables, *map(jnp.asarray, arguments), axes=2)
     result = np.broadcast_to(result, s.shape)
     return np.where(result, s, -np.inf) if kind == "mask_mod" else result
 
@@ -167,6 +173,29 @@ def test_functions_of_tokens_with_numbers(name, rows_are_queries):
     actual = on_tile(name, s, first=64, start=128, numbers={"query_numbers": line, "key_numbers": line}, **at)
     expected = expected_on_tile(name, s[::-1, ::-1], first=LENGTH - 128, start=LENGTH - 192, **at)[::-1, ::-1]
     np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
+FOLDED = ["alibi", "buckets", "relative", "of heads", "documents", "of keys"]
+
+
+@pytest.mark.parametrize(
+    ("name", "heads_per_query", "are_numbered"),
+    [
+        pytest.param(name, n, n == 3, marks=cases.slow_unless((i + n) % 3 == 0))
+        for i, name in enumerate(FOLDED)
+        for n in (2, 3, 4)
+    ],
+)
+def test_functions_on_folded_rows(name, heads_per_query, are_numbered):
+    """Heads and queries vary along rows, and so do the numbers of tokens that devices share."""
+    s = np.random.default_rng(1).standard_normal((ROWS, 64)).astype(np.float32)
+    at = {"b": 1, "head": int(heads_per_query == 2), "first": 64, "start": 32, "heads_per_query": heads_per_query}
+    line = jnp.arange(LENGTH - 1, -1, -1, dtype=jnp.int32)[None]
+    more = {"numbers": {"query_numbers": line, "key_numbers": line}} if are_numbered else {"offset": 90}
+    actual = on_tile(name, s, **at, **more)
+    expected = expected_on_tile(name, s, **at, offset=more.get("offset"), from_the_last=are_numbered)
+    np.testing.assert_array_equal(np.isinf(actual), np.isinf(expected))
+    np.testing.assert_allclose(actual, expected, rtol=4e-6, atol=1e-6)
 
 
 REFUSED = {
@@ -298,11 +327,11 @@ def plan_of(functions, length=LENGTH, size=64, dtype="bfloat16", operation=primi
 
 
 def test_kernels_with_functions_run_where_they_are_asked_for():
-    for length in (1, LENGTH):  # few queries are not decoded
+    for length, kind in ((1, DecodePlan), (LENGTH, ForwardPlan)):
         plan = plan_of({"mask_mod": MASKS["causal"], "score_mod": SCORES["cap"]}, length)
         assert isinstance(plan, Refusal)
         assert 'where implementation="mosaic" asks for them' in plan.reason
-        assert type(plan.plan) is ForwardPlan
+        assert type(plan.plan) is kind
         assert "score_mod and mask_mod in registers" in plan.plan.describe()
 
 

@@ -142,7 +142,18 @@ def _load_transposed(ref, row, col, limits, shape, *, varies):
 
 
 def _store_product(ref, row, col, limits, values):
-    ref[pl.ds(row, values.shape[0]), pl.ds(col, values.shape[1])] = values
+    def store(first, part):
+        ref[pl.ds(row + first, part.shape[0]), pl.ds(col, part.shape[1])] = part
+
+    _store_rows(limits[0], values, store)
+
+
+def _store_rows(limit, values, store):
+    """Does `store(first, part)` for all rows at once, or one by one for those before a limit, as stores are not clipped."""
+    count = values.shape[0]
+    pl.when(limit >= count)(lambda: store(0, values))
+    each = pl.loop(0, jnp.where(limit >= count, 0, jnp.maximum(limit, 0)))
+    each(lambda i: store(i, lax.dynamic_slice_in_dim(values, i, 1)))
 
 
 def _load_product_rows(ref, start, limit, shape):
@@ -154,7 +165,10 @@ def _load_product_cols(ref, start, limit, shape):
 
 
 def _store_product_rows(ref, start, limit, values):
-    ref[pl.ds(start, values.shape[0])] = values
+    def store(first, part):
+        ref[pl.ds(start + first, part.shape[0])] = part
+
+    _store_rows(limit, values, store)
 
 
 def _any_above(product, limit, barrier=None):
@@ -171,22 +185,24 @@ def _results_of_functions(tile: TileFunctions, name, s, start):
 
     rows, columns = (first + lax.iota(jnp.int32, size) for first, size in zip((tile.first, start), s.shape, strict=True))
     query, key = (rows, columns) if tile.rows_are_queries else (columns, rows)
+    query, place = (operation(query, jnp.int32(tile.heads_per_query)) for operation in (lax.div, lax.rem))
+    head = tile.head * tile.heads_per_query + place
     query = query if tile.offset is None else query + tile.offset
     present = set(function.operands) & tile.operands.keys()
     query = line("query_numbers")[query] if "query_numbers" in present else query
     key = line("key_numbers")[key] if "key_numbers" in present else key
     entry = line("entries") if "entries" in present else 0
-    head = line("head_numbers")[tile.head] if "head_numbers" in present else tile.head
+    head = line("head_numbers")[head] if "head_numbers" in present else head
     tables = wide_tables([line(name) for name in function.tables])
 
-    def run(score, query, key):
+    def run(score, query, head, key):
         scores = [score] if function.takes_score else []
         numbers = (jnp.asarray(number, jnp.int32) for number in (entry, head, query, key))
         return jaxpr_as_fun(function.program)(*tables, *scores, *numbers)
 
     of_row, of_column = (0, None) if tile.rows_are_queries else (None, 0)
-    run = jax.vmap(run, (0, None if tile.rows_are_queries else 0, 0 if tile.rows_are_queries else None))
-    return jax.vmap(run, (0, of_row, of_column))(s, query, key)
+    run = jax.vmap(run, (0, of_column, of_column, of_row))
+    return jax.vmap(run, (0, of_row, of_row, of_column))(s, query, head, key)
 
 
 def _hidden_by_function(tile, s, start, hidden=-jnp.inf, name="mask_mod"):

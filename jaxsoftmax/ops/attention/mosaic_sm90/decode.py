@@ -7,7 +7,7 @@ divides the key blocks that it sees evenly: a cache of 32768 keys with 4096 in u
 reads a full one. What a sequence's own queries see decides where its splits begin, so its bits do not depend on the other
 sequences of its batch. A split without a key block that a row sees is neither read nor computed.
 
-Keys and values may be in pages, and of 8 bits (`forward_formats`).
+Keys and values may be in pages, and of 8 bits (`forward_formats`). Functions of scores get a head and a query for each row.
 
 Reads K and V once, and writes and reads `8 * Hv` bytes for each split of a row.
 Source: Dao, Haziza, Massa, Sizov 2023, "Flash-Decoding for long-context inference"; Milakov and Gimelshein 2018,
@@ -145,7 +145,7 @@ def shape_decoding(types: Mapping[str, Any], target: Target, **options: Any) -> 
     group = heads // key_heads
     is_strided = length > 1 and ROWS % group == 0 and query.dtype != jnp.float32  # one query needs no strides
     has_reach = "mask" in types and (key_heads == 1 or types["mask"].shape[-3] == 1)  # the heads that share keys are folded
-    names = with_tables(types, has_reach)
+    names = with_tables(types, has_reach, options.get("mask_mod") is not None)
     n_tiles = math.prod(batch) * key_heads * halves(value_size) * -(-n_rows // (ROWS * config.consumers))
     splits = splits_for(n_tiles, -(-keys // config.block_kv), target.multiprocessors, bool(set(FACTS) & names))
     shapes: dict[str, Any] = {"batch": batch, "query": (n_rows, key_heads, size), "key": (keys, key_heads, size)}

@@ -898,6 +898,7 @@ class TileFunctions:
         first,
         offset=None,
         rows_are_queries: bool = True,
+        heads_per_query: int = 1,
     ):
         """Loads what belongs to the head and to the rows.
 
@@ -907,13 +908,15 @@ class TileFunctions:
           lengths: numbers of queries and keys.
           columns: columns of a block.
           b: batch entry.
-          head: number of the query head.
+          head: number of the query head; of the key head where rows of several heads are folded.
           first: index of the first row.
           offset: position of query 0, or None for 0.
           rows_are_queries: True if rows are queries, False if they are keys.
+          heads_per_query: query heads that have a row of each query, folded as `FoldedRows` says.
         """
         self.functions, self.operands, self.lengths, self.columns = functions, operands, lengths, columns
         self.b, self.head, self.first, self.offset, self.rows_are_queries = b, head, first, offset, rows_are_queries
+        self.heads_per_query = heads_per_query
         self._loaded = {name: self._load(function) for name, function in functions.items()}
 
     def changed(self, s: jax.Array, start, name: str = "score_mod") -> jax.Array:
@@ -980,6 +983,10 @@ class TileFunctions:
         dtypes = {name: jnp.dtype(self.operands[name].ref.dtype) for name in self._present(function)}
         query, key = (rows, columns) if self.rows_are_queries else (columns, rows)
         offset = (self.offset is not None) if offset is None else offset
+        if (count := self.heads_per_query) > 1:  # each row has a head of its own
+            first = evaluation.times(head or Value(NUMBER, _INDEX, is_natural=True), count)
+            query, place = (evaluation.compute(name, rows, _known(count, _INDEX)) for name in ("div", "rem"))
+            head = evaluation.plus(first, place)
         return _arguments(function, evaluation, dtypes, query, key, self.lengths, offset, head, score)
 
     def _load(self, function) -> dict[int, tuple[Value, Any]]:
