@@ -27,8 +27,15 @@ from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._gpu import emit, schedule, sync, tickets, wgmma
 from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
 from jaxsoftmax.ops.attention import primitive
-from jaxsoftmax.ops.attention.mosaic_sm90 import backward, backward_pipeline, backward_plan, forward_pipeline, forward_plan
-from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardTiles
+from jaxsoftmax.ops.attention.mosaic_sm90 import (
+    backward,
+    backward_pipeline,
+    backward_plan,
+    decode,
+    forward_pipeline,
+    forward_plan,
+)
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import FoldedRows, ForwardTiles
 from jaxsoftmax.ops.attention.mosaic_sm90.functions import TileFunctions
 from jaxsoftmax.ops.attention.score_functions import wide_tables
 
@@ -246,9 +253,13 @@ STAND_INS = {
 }
 
 
-def attention(target, operands, **params):
-    """Returns output and log-sum-exp of attention, by the kernel that is planned for a target."""
-    plan = _plan(primitive.ATTENTION, target, operands, params)
+def attention(target, operands, *, operation=primitive.ATTENTION, **params):
+    """Returns output and log-sum-exp of attention, by the kernel that is planned for a target.
+
+    XLA folds the rows of few queries: boxes of several queries would be a second view of shared memory.
+    """
+    with mock.patch.object(decode, "FoldedRows", lambda heads_per_query, box: FoldedRows(heads_per_query)):
+        plan = _plan(operation, target, operands, params)
     object.__setattr__(plan.geometry, "by_ticket", False)
     return _run(plan, operands)
 
