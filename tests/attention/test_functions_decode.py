@@ -25,8 +25,8 @@ from jaxsoftmax.ops.attention.score_functions import functions_and_operands
 from ..core import compiled
 from ..support import cases, kernels, xla_cuda
 from ..support.attention import interpreted, lowering, values
+from ..support.attention.functions import NO_OPTIONS, assert_close, expected_of, planned
 from ..support.attention.paged import gathered, paged
-from .test_functions import NO_OPTIONS, assert_close, expected_of, planned
 
 KEYS, CACHED = 512, np.array([400, 130], np.int32)  # keys, and those before the queries of each of two sequences
 RNG = np.random.default_rng(0)
@@ -113,7 +113,7 @@ def test_key_blocks_that_no_query_sees_are_not_read(splits, monkeypatch):
 
 
 def test_bits_of_a_sequence_do_not_depend_on_the_others(monkeypatch):
-    """What one sequence sees decides where its own splits begin."""
+    """Sequences decide by what they see where their own splits begin."""
     with_splits(monkeypatch, 3)
     given = given_for(4, 4)
     operands, params = planned(given, CALLS["tree"], {})
