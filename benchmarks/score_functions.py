@@ -60,8 +60,8 @@ def _relative(call: Call, xp: Any, extras: Sequence[Any]) -> Callable[..., Any]:
 
 
 def _documents(call: Call, xp: Any, extras: Sequence[Any]) -> Callable[..., Any]:
-    numbers = extras[0][0]
-    return lambda b, h, q, k: numbers[b, q] == numbers[b, k]
+    own, others = extras[0]
+    return lambda b, h, q, k: own[b, q] == others[b, k]
 
 
 FUNCTIONS = {
@@ -129,7 +129,8 @@ def cell_of(name: str, call: Call) -> Cell:
         whole = replace(call, extras=("bias",))
         bias = Contender("bias", lambda: attention.of_ours(whole).build(), prepare=functools.partial(_with_bias, call))
         contenders = (ours, bias, flex)
-    return replace(cell, inputs=inputs, sample=sample, fewer=None, contenders=contenders)
+    fewer = attention._none_fewer if call.backward else _fewer
+    return replace(cell, inputs=inputs, sample=sample, fewer=fewer, contenders=contenders)
 
 
 # Inputs.
@@ -168,6 +169,13 @@ def _sample(call: Call, name: str, inputs: Sequence[Any], output: Any) -> list[t
     douts = attention._some(dout[0], [b], head, at)
     truths = attention_oracle.cotangents(douts, np.zeros(douts.shape[:-1]), *arrays, **given)
     return [(attention._some(output[0], [b], head, at), truths["query"])]
+
+
+def _fewer(inputs: Sequence[Any], output: Any) -> list[tuple[str, tuple[Any, ...], Any]]:
+    """A call with the first batch entry's first queries alone."""
+    query, key, value, own = inputs
+    few = slice(attention._FEW_QUERIES)
+    return [(f"{few.stop} queries", (query[:1, few], key[:1], value[:1], own), output[:1, few])]
 
 
 def _sample_of_plain(sample: Any, inputs: Sequence[Any], output: Any) -> list[tuple[np.ndarray, Any]]:
@@ -209,7 +217,7 @@ def _for_torch(call: Call, name: str, *inputs: Any) -> tuple[Any, ...]:
     operands, others = list(inputs[:3]), list(inputs[3:])
     dout = [others.pop()] if call.backward else []
     if name == "documents":
-        others = [others[0][0]]
+        others = list(others[0])
     arrays = [array.transpose(1, 2) for array in attention.to_torch(*operands, *dout)]
     extras = attention.to_torch(*others) if others else ()
     varied = [*arrays[:3], *extras]
@@ -221,6 +229,7 @@ def _for_torch(call: Call, name: str, *inputs: Any) -> tuple[Any, ...]:
 def _of_torch(functions: Functions, call: Call, name: str) -> Callable[..., Any]:
     """Torch's FlexAttention, compiled, with the mask's blocks made before."""
     module = importlib.import_module("torch.nn.attention.flex_attention")
+    torch().compiler.reset()  # it compiles a function for at most eight cells, and would run the others without fusions
     compiled = torch().compile(module.flex_attention, dynamic=False)
     masks: dict[str, Any] = {}
 

@@ -112,7 +112,6 @@ def paged_attention(
         `jaxsoftmax.dot_product_attention`. `key_index` counts the keys of a sequence, and `query_index` queries from
         `query_offset`.
       mask_mod: function `mask_mod(batch, head, query_index, key_index)` that returns a bool, True where the query sees the key.
-        Both functions run on the reference unless `implementation` is "mosaic".
       implementation: None for the best implementation for this platform, GPU, shape and dtype; or its name.
       precision: precision of products of float32 operands, as for `jaxsoftmax.dot_product_attention`.
       return_lse: True to return the log-sum-exp too.

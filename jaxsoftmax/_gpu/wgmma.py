@@ -551,7 +551,7 @@ def store_product_rows(ref, first, limit, values: jax.Array) -> None:
     emit(store, ref, (first, limit), [(values, _PRODUCT_ROWS)])
 
 
-def load_at(address, kind, index):
+def load_at(address, kind, index, offset: int = 0):
     """Loads an element of an MLIR type from a line in global memory that the kernel does not write.
 
     Compilers may leave the load out, share it with another one, or move it out of a loop.
@@ -559,17 +559,18 @@ def load_at(address, kind, index):
     Args:
       address: int64, the address of the line.
       kind: type of its elements: 8, 16 or 32 bits.
-      index: int32, the number of the element, not negative.
+      index: int32, the number of an element.
+      offset: number of elements between that and the element to load.
     """
     bits = utils.bitwidth(kind)
     place = arith.addi(address, arith.muli(i64(index), i64(bits // 8)))
     register = integer(max(16, bits))  # PTX has no registers of 8 bits
-    word = utils.inline_ptx(f"ld.global.nc.b{bits} $0, [$1];", place, result_types=register)
+    word = utils.inline_ptx(f"ld.global.nc.b{bits} $0, [$1+{offset * bits // 8}];", place, result_types=register)
     word = word if register.width == bits else arith.trunci(integer(bits), word)
     return word if word.type == kind else arith.bitcast(kind, word)
 
 
-def add_at(address, places, elements, *, varies: tuple[bool, bool]) -> None:
+def add_at(address, places, elements, *, varies: tuple[bool, bool], along_diagonals: bool = False) -> None:
     """Adds the elements of a product to those of a line of float32 in global memory, in any order.
 
     Elements of one place are summed in registers first.
@@ -580,6 +581,7 @@ def add_at(address, places, elements, *, varies: tuple[bool, bool]) -> None:
         pair of its columns, or of each pair of the product.
       elements: registers of the product.
       varies: True for each of rows and columns along which places vary.
+      along_diagonals: True if places depend on the row less the column alone.
     """
     pairs = [[llvm.extractelement(register, constant(e)) for e in range(2)] for register in elements]
     lane, mine = arith.remui(thread(), constant(WARP)), None
@@ -588,7 +590,10 @@ def add_at(address, places, elements, *, varies: tuple[bool, bool]) -> None:
     def total(values, steps):
         return _summed_over_lanes(functools.reduce(arith.addf, values), steps)
 
-    if varies == (True, True):
+    if along_diagonals:
+        wanted = _summed_along_diagonals(places, elements, lane)
+        mine = compare("eq", arith.remui(lane, constant(4)), constant(0))
+    elif varies == (True, True):
         wanted = [
             (llvm.extractelement(r, constant(e)), pair[e]) for r, pair in zip(places, pairs, strict=True) for e in range(2)
         ]
@@ -611,6 +616,58 @@ def add_at(address, places, elements, *, varies: tuple[bool, bool]) -> None:
         inside = inside if mine is None else both(inside, mine)
         at = arith.addi(address, arith.muli(i64(place), i64(4)))
         utils.inline_ptx("@$2 red.global.add.f32 [$0], $1;", at, value, inside, has_side_effects=True)
+
+
+def _summed_along_diagonals(places, elements, lane) -> list[tuple[Any, Any]]:
+    """Sums the elements of a product along its diagonals, over the lanes of a warp.
+
+    A lane has rows `r + 8 * i` and columns `8 * p + 2 * c + e` with `r, c = divmod(lane, 4)`, so its elements with equal
+    `p - i` and `e` are on one diagonal. The sum of a diagonal goes to the lane with `c` 0 that has an element on it with `e` 0.
+
+    Args:
+      places: registers of the places of the elements, equal on a diagonal.
+      elements: registers of the product.
+      lane: number of the lane.
+
+    Returns:
+      Place and sum of each diagonal of a lane. Only those of lanes with `c` 0 count.
+    """
+    pairs = len(elements) // 2
+    diagonals: list[Any] = [None] * (pairs + 1)  # of `p - i` from -1 on
+    place_of = list(diagonals)
+    for p, i in itertools.product(range(pairs), range(2)):
+        at, element = p - i + 1, elements[2 * p + i]
+        diagonals[at] = element if diagonals[at] is None else arith.addf(diagonals[at], element)
+        place_of[at] = places[2 * p + i]
+    zero, every, last = utils.c(0.0, ir.F32Type.get()), constant(-1), constant(WARP - 1)
+    row = arith.divui(lane, constant(4))
+
+    def from_lane(value, giver):
+        bits = value if value.type == integer(32) else arith.bitcast(integer(32), value)
+        return arith.bitcast(value.type, nvvm.shfl_sync(every, bits, giver, last, nvvm.ShflKind.idx))
+
+    def shifted(values, columns, of_column):
+        """Returns the values of the lane that has the same diagonal `columns` further on, from the row as much below.
+
+        That row may be one of the next eight, whose lanes have it on the diagonal before.
+        """
+        giver = arith.andi(arith.addi(lane, constant(4 * columns + of_column)), last)
+        wraps = compare("ult", row, constant(columns))
+        return [from_lane(arith.select(wraps, b, v), giver) for b, v in zip([zero, *values[:-1]], values, strict=True)]
+
+    def parts(registers, e):
+        return [llvm.extractelement(register, constant(e)) for register in registers]
+
+    sums, others = ([*parts(diagonals, e), zero] for e in range(2))
+    sums = list(map(arith.addf, sums, shifted(others, 1, 0)))
+    for columns in (2, 4):
+        sums = list(map(arith.addf, sums, shifted(sums, columns, columns // 2)))
+    # No lane has an element with `c` and `e` 0 on the last diagonal. Its elements start at another lane's row 0.
+    back = arith.subi(constant(8), row)
+    giver, corner = arith.divui(back, constant(2)), places[-2:-1]  # of its last columns and its first row
+    even, odd = (from_lane(parts(corner, e)[0], giver) for e in range(2))
+    is_even = compare("eq", arith.remui(back, constant(2)), constant(0))
+    return list(zip([*parts(place_of, 0), arith.select(is_even, even, odd)], sums, strict=True))
 
 
 def scalar(register):

@@ -17,8 +17,8 @@ NO_OPTIONS = {"dropout_rate": 0.0, "precision": "high", "deterministic_gradients
 
 
 def expected_of(given, functions, options):
-    """Returns output and log-sum-exp in float64 by the reference."""
-    with jax.enable_x64(True):
+    """Returns output and log-sum-exp in float64 by the reference, on a CPU, which compiles it in a fifth of the time."""
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         wide = {name: np.asarray(x, np.float64) if name in ("query", "key", "value") else x for name, x in given.items()}
         attend = functools.partial(jaxsoftmax.dot_product_attention, implementation="xla", return_residual=True)
         return jax.tree.map(np.asarray, attend(**wide, **functions, **options))

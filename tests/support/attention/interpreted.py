@@ -207,9 +207,11 @@ def _results_of_functions(tile: TileFunctions, name, s, start):
         numbers = (jnp.asarray(number, jnp.int32) for number in (entry, head, query, key))
         return jaxpr_as_fun(function.program)(*tables, *scores, *numbers)
 
+    s = s * tile.scale if function.takes_score else s
     of_row, of_column = (0, None) if tile.rows_are_queries else (None, 0)
     run = jax.vmap(run, (0, of_column, of_column, of_row))
-    return jax.vmap(run, (0, of_row, of_row, of_column))(s, query, head, key)
+    first, *others = jax.vmap(run, (0, of_row, of_row, of_column))(s, query, head, key)
+    return [first / (tile.factor(name) or 1) if function.takes_score else first, *others]
 
 
 def _hidden_by_function(tile, s, start, hidden=-jnp.inf, name="mask_mod"):

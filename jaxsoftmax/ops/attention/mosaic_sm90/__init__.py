@@ -28,7 +28,6 @@ _MAX_ROWS = 2**31 - 2**16  # to which some more are added before they are compar
 # 1, 4 and 8 rows take 185, 186 and 187 us with the kernel, and 179, 224 and 238 us with the reference (heads of 36, batch 32,
 # 4096 keys, an H200).
 _LEAST_PADDED_ROWS = 2
-_NEW = 'kernels with score and mask functions are new: they run where implementation="mosaic" asks for them'
 
 
 def plan(problem: AttentionProblem, target: Target) -> Plan | Refusal:
@@ -49,7 +48,7 @@ def plan(problem: AttentionProblem, target: Target) -> Plan | Refusal:
         sizes = " and ".join(str(problem.types[operand].shape[-1]) for operand in ("query", "value"))
         reason = f"a block for head sizes {sizes} needs {needed} bytes of shared memory, and has up to {target.shared_memory}"
         return Refusal(reason, lacks_kernel=isinstance(result, tangent.TangentPlan))  # with one tangent more it fits
-    reason = _NEW if problem.functions else _unprofitable(problem, result)
+    reason = _unprofitable(problem, result)
     return result if reason is None else Refusal(reason, result)
 
 

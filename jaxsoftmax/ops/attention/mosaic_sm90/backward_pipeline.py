@@ -311,7 +311,9 @@ class BackwardScores:
         """Loads what functions read for a query head: score and mask functions, or others."""
         geometry, tile = self.geometry, self.tile
         offset = tile.offset if "query_offset" in self.operands else None
-        at = {"b": tile.b, "head": head, "first": self.first, "offset": offset, "rows_are_queries": False}
+        at: dict[str, Any] = {"b": tile.b, "head": head, "first": self.first, "offset": offset, "rows_are_queries": False}
+        ends = geometry.tiles_of_head * geometry.blocks_per_tile * geometry.block_kv, geometry.blocks_q * self.shape[1]
+        at |= {"scale": geometry.scale, "ends": ends}
         return TileFunctions(functions or geometry.functions, self.operands, geometry.lengths, self.shape[1], **at)
 
     def load(self, current):
@@ -334,8 +336,8 @@ class BackwardScores:
         """
         slope, factor, is_hidden, bend, by_elements = None, self.geometry.scale, None, None, []
         if self.geometry.score_mod is not None:
-            s, slope, by_elements = self._changed(times(factor, s), loaded["functions"], current)
-            factor = 1
+            s, slope, by_elements = self._changed(s, loaded["functions"], current)
+            factor = self.geometry.score_factor or 1
         if (cap := self.geometry.soft_cap) is not None:
             if self.geometry.score_mod is not None:
                 is_hidden = s == -jnp.inf
@@ -418,11 +420,13 @@ class BackwardScores:
             functions.add(name, jnp.where(ds == 0, 0.0, ds * next(by_elements)) if load.is_of_score else ds, start)
 
     def times_slope(self, ds, p, slope):
-        """Multiplies by the derivative of scores by products, which may be NaN or infinite where the weight `p` is 0."""
+        """Multiplies by the derivative of scores by products.
+
+        Unless it `has_finite_slope`, it may be NaN or infinite where the weight `p` is 0.
+        """
         if slope is None:
             return ds
-        is_finite = self.geometry.score_mod is None or self.geometry.slope is not None
-        return ds * slope if is_finite else jnp.where(p == 0, 0.0, ds * slope)
+        return ds * slope if self.geometry.has_finite_slope else jnp.where(p == 0, 0.0, ds * slope)
 
     def add_to_bias(self, ds, current) -> None:
         """Adds the derivatives of scores to that of the bias in global memory, in float32, if it is made of sums.

@@ -12,7 +12,7 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Literal
 
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu import schedule
@@ -29,9 +29,10 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     shapes_of,
     tail_of,
 )
-from jaxsoftmax.ops.attention.mosaic_sm90.functions import Function, loads_tiles
+from jaxsoftmax.ops.attention.mosaic_sm90.functions import Function, factor_of_changed, is_finite, loads_tiles
 from jaxsoftmax.ops.attention.operands import TABLES
 from jaxsoftmax.ops.attention.score_derivatives import TableLoad, with_loads, with_results, with_slope
+from jaxsoftmax.ops.attention.score_functions import TracedFunction
 
 SIZES = (64, 128, 256)  # head sizes on chip
 CONSUMERS = 2  # consumer warpgroups
@@ -152,6 +153,7 @@ class BackwardGeometry(AttentionGeometry):
     # True if a tile has one of several query heads that share its keys. Tiles then add dK and dV, in float32.
     has_single_heads: bool = False
     tables: tuple[str, ...] = ()  # operands that the score function reads whose cotangents are wanted
+    has_finite_slope: bool = True  # the derivative of the score function by its score is finite everywhere
     # Heads, the last ones, whose tiles are cut: several blocks of threads share the steps of a tile, which are all blocks of
     # queries, so that all blocks of threads end together. They add dK and dV, in float32.
     cut_heads: int = 0
@@ -273,7 +275,7 @@ class BackwardGeometry(AttentionGeometry):
 
         With a bias or a score function scores may be as large as `finfo.min`, and so the log-sum-exp.
         """
-        return "bias" in self.names or self.score_mod is not None
+        return "bias" in self.names or self.score_factor is None
 
     @property
     def n_terms(self) -> int:
@@ -661,6 +663,12 @@ def _bias_gradient(types, batch, *, is_changed, is_partial) -> BiasGradient:
     return BiasGradient.STORED if is_whole and is_of_products else BiasGradient.ADDED
 
 
+def slope_of(score_mod: TracedFunction) -> ClosedJaxpr:
+    """Returns the program of the derivative of a score function by its score."""
+    program = with_slope(score_mod)
+    return with_results(program, program.jaxpr.outvars[1:])
+
+
 def _needs_registers(types, wanted, *, score_mod=None, mask_mod=None, soft_cap=None, **options) -> bool:
     """Returns True if functions have more arrays as large as the scores than fit beside 128 queries of a step."""
     functions = [function for function in (score_mod, mask_mod) if function is not None]
@@ -685,7 +693,7 @@ def shape_backward(
     `is_partial` is as in `BackwardPlan`, `options` as in `AttentionProblem`.
     """
     has_limits = bool({"query_lengths", "key_lengths", "query_offset", "query_segments"} & set(types))
-    has_mask_mod = options.get("mask_mod") is not None
+    score_mod, has_mask_mod = options.get("score_mod"), options.get("mask_mod") is not None
     shapes, bias_gradient = shapes_of(types, target), BiasGradient.NONE
     is_changed = options["soft_cap"] is not None or options.get("score_mod") is not None
     if "bias" in wanted:
@@ -701,6 +709,8 @@ def shape_backward(
         **options,
         size=size,
         value_size=value_size,
+        changed_factor=factor_of_changed(types, **options),
+        has_finite_slope=score_mod is None or is_finite(Function.of(score_mod, slope_of(score_mod)), types),
         bias_gradient=bias_gradient,
         is_deterministic=is_deterministic,
         tables=tuple(name for name in wanted if name in TABLES),

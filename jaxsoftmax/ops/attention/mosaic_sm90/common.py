@@ -56,6 +56,14 @@ class AttentionGeometry(schedule.TiledGeometry):
     dropout_rate: float
     score_mod: Any = field(default=None, kw_only=True)  # traced function that changes scores, or None
     mask_mod: Any = field(default=None, kw_only=True)  # traced function that hides keys, or None
+    # Factor of what the score function leaves in registers. None where that is a score itself, which may be as large as
+    # `finfo.min`.
+    changed_factor: float | None = field(default=None, kw_only=True)
+
+    @property
+    def score_factor(self) -> float | None:
+        """Factor of scores before a soft cap, as they are in registers, or None where they may be as large as `finfo.min`."""
+        return self.scale if self.score_mod is None else self.changed_factor
 
 
 def shapes_of(types: Mapping[str, Any], target: Target) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import (
     sizes_on_chip,
     with_tables,
 )
+from jaxsoftmax.ops.attention.mosaic_sm90.functions import factor_of_changed
 from jaxsoftmax.ops.attention.operands import batch_of
 
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)  # keys of a page that is read where it is: it fits a key block, or a block fits it
@@ -150,6 +151,7 @@ def shape_decoding(types: Mapping[str, Any], target: Target, **options: Any) -> 
     splits = splits_for(n_tiles, -(-keys // config.block_kv), target.multiprocessors, bool(set(FACTS) & names))
     shapes: dict[str, Any] = {"batch": batch, "query": (n_rows, key_heads, size), "key": (keys, key_heads, size)}
     shapes |= {"value_size": value_size, "dtype": query.dtype, "names": names, "multiprocessors": target.multiprocessors}
+    shapes |= {"changed_factor": factor_of_changed({**types, "key": key}, **options)}
     rows = FoldedRows(group, group if is_strided else None)
     return ForwardGeometry(**shapes, **options, config=config, rows=rows, splits=splits, pages=pages, bytes_dtype=bytes_dtype)
 

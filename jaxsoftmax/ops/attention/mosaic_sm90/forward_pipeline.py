@@ -295,8 +295,7 @@ class ForwardScores:
         self.load_segments = load_segments  # function of the number of a key block, which loads the segments of its keys
         self.shape, self.unit = (ROWS, geometry.config.block_kv), geometry.unit
         slack, self.headroom = _SLACK_AND_HEADROOM[geometry.dtype.name]
-        unbent = geometry.scale if geometry.score_mod is None else 1.0
-        self.factor = unbent if geometry.soft_cap is None else geometry.soft_cap
+        self.factor = geometry.soft_cap or geometry.score_factor or 1.0
         scale_log2 = LOG2E * self.factor if self.unit == 1 else 1.0
         options = {"scale_log2": scale_log2, "slack": slack, "headroom": self.headroom, "unit": self.unit}
         # They take scores in these units, and give their weights.
@@ -328,6 +327,7 @@ class ForwardScores:
         if geometry.functions:
             at = {"b": tile.b, "head": tile.head, "first": first}
             at |= {"offset": tile.offset} if "query_offset" in operands else {}
+            at |= {"scale": geometry.scale, "ends": (geometry.blocks_q * geometry.block_q, geometry.blocks_kv * self.shape[1])}
             at |= {"heads_per_query": geometry.rows.heads_per_query}
             lengths = geometry.queries, geometry.key[0]
             self.functions = TileFunctions(geometry.functions, operands, lengths, self.shape[1], **at)
@@ -354,8 +354,11 @@ class ForwardScores:
     def _changed(self, s, block):
         """Returns what the score function makes of products, with their hyperbolic tangent if a soft cap bends it."""
         cap = self.geometry.soft_cap
-        s = self.functions.changed(s * self.geometry.scale, block * self.shape[1])
-        return s if cap is None else jnp.where(s == -jnp.inf, -jnp.inf, tanh(s * (1 / cap)))  # what it hides stays hidden
+        s = self.functions.changed(s, block * self.shape[1])
+        if cap is None:
+            return s
+        bent = tanh(s * ((self.geometry.score_factor or 1) / cap))
+        return jnp.where(s == -jnp.inf, -jnp.inf, bent)  # what it hides stays hidden
 
     def bent(self, s):
         """Returns the hyperbolic tangent of scores that a soft cap bends, from their products."""

@@ -31,7 +31,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     shapes_of,
     tail_of,
 )
-from jaxsoftmax.ops.attention.mosaic_sm90.functions import Function
+from jaxsoftmax.ops.attention.mosaic_sm90.functions import Function, factor_of_changed
 
 # Number of int32 that each operand tells of a tile. With any of them only operands decide how long a tile takes, so blocks take
 # tickets. `query_offset` is an operand, as a cache grows from step to step.
@@ -326,7 +326,7 @@ class ForwardGeometry(AttentionGeometry):
             n_products=3 if config.has_terms else wide[1] // value_width + (tails[1] > 0),
             # Scores with a bias, or of the user, may be as large as `finfo.min`: their maximum must not be rounded when it is
             # scaled.
-            unit=LOG2E if "bias" in self.names or (self.score_mod is not None and self.soft_cap is None) else 1.0,
+            unit=LOG2E if "bias" in self.names or (self.score_factor is None and self.soft_cap is None) else 1.0,
             n_facts=n_facts,
             by_ticket=n_facts > 0,
             n_tiles=math.prod(self.batch) * heads * value_parts * blocks_q * self.splits,
@@ -526,12 +526,13 @@ def shape_forward(types: Mapping[str, Any], target: Target, **options: Any) -> F
     """Shapes the kernel for operands of these types, by name; `options` are those of `AttentionProblem`."""
     query, value_size = types["query"], types["value"].shape[-1]
     window = options["window"]
-    is_crowded = bool(CROWDING & types.keys()) or options.get("score_mod") is not None
+    changed_factor = factor_of_changed(types, **options)
+    is_crowded = bool(CROWDING & types.keys()) or (options.get("score_mod") is not None and changed_factor is None)
     pays = pays_to_guess(types, window) and not is_crowded, pays_to_split(types, window)
     config = forward_config(query.shape[-1], value_size, window, query.dtype, *pays, is_crowded)
     has_reach = "mask" in types and key_blocks.is_shared(types["mask"])
     shapes = shapes_of(types, target) | {"names": with_tables(types, has_reach, options.get("mask_mod") is not None)}
-    return ForwardGeometry(**shapes, **options, value_size=value_size, config=config)
+    return ForwardGeometry(**shapes, **options, value_size=value_size, config=config, changed_factor=changed_factor)
 
 
 def with_tables(names, has_reach: bool, has_mask_mod: bool = False) -> frozenset[str]:

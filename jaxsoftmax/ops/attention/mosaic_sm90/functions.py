@@ -40,6 +40,7 @@ NUMBER, ROW, COLUMN, TILE = range(4)
 # Columns that are evaluated at a time: values of columns need no registers after theirs. A kernel with both functions and head
 # size 64 spills 728 bytes so, and 824 with all columns at once.
 _STEP = 32
+EVERY, NATURAL = (-math.inf, math.inf), (0, math.inf)  # bounds
 NUMBERS = ("entries", "head_numbers", "query_numbers", "key_numbers")  # operands that number the arguments `POSITIONS`
 
 
@@ -56,16 +57,81 @@ class Value:
       dtype: dtype in the program.
       registers: MLIR values of a thread, or None if it is only known that there will be some.
       known: the number, if it is known while lowering.
-      is_natural: True if no element is negative.
+      bounds: the least and the largest number that an element may be. Those of floats are infinite unless all elements are
+        finite, where products of queries and keys are.
+      line: how registers follow from one number of a thread, or None.
       of_score: True if it depends on scores.
+      of_difference: True for a tile whose elements depend on the row less the column alone.
+      factor: number by which registers have to be multiplied. Factors that follow one another are one multiplication so.
+      is_moderate: True if it stays far below the largest float32 where products of queries and keys do.
     """
 
     kind: int
     dtype: np.dtype
     registers: Sequence[Any] | None = None
     known: Any = None
-    is_natural: bool = False
+    bounds: tuple[float, float] = EVERY
+    line: "Line | None" = None
     of_score: bool = False
+    of_difference: bool = False
+    factor: float = 1.0
+    is_moderate: bool = False
+
+    @property
+    def is_natural(self) -> bool:
+        """True if no element is negative."""
+        return self.bounds[0] >= 0
+
+
+@dataclass(frozen=True)
+class Line:
+    """Integers of a tile that are `start + offset + row_step * row + column_step * column`.
+
+    Rows and columns count from a thread's first. A thread then has few different numbers, and computes what follows from equal
+    ones once: with `query - key`, 34 of 64 in a tile with 128 columns.
+    """
+
+    start: Any  # int32, an MLIR value
+    offset: int = 0
+    row_step: int = 0
+    column_step: int = 0
+
+    def behind(self, columns: int) -> "Line":
+        """Returns the line from a later column on."""
+        return replace(self, offset=self.offset + columns * self.column_step)
+
+    def plus(self, other: "Line", sign: int) -> "Line":
+        """Adds another line, or subtracts it."""
+        start = (arith.addi if sign > 0 else arith.subi)(self.start, other.start)
+        steps = (a + sign * b for a, b in zip(self._numbers, other._numbers, strict=True))
+        return Line(start, *steps)
+
+    def times(self, factor: int) -> "Line":
+        return Line(arith.muli(self.start, constant(factor)), *(factor * number for number in self._numbers))
+
+    @property
+    def _numbers(self) -> tuple[int, int, int]:
+        return self.offset, self.row_step, self.column_step
+
+    def offsets(self, kind: int, pairs: int) -> list[tuple[int, ...]]:
+        """Lists for each register of a value of this kind what its elements are above `start`."""
+        rows = [8 * self.row_step * i for i in range(2 if kind & ROW else 1)]
+        columns = [8 * self.column_step * p for p in range(pairs if kind & COLUMN else 1)]
+        steps = (0, self.column_step) if kind & COLUMN else (0,)
+        return [tuple(self.offset + c + r + step for step in steps) for c in columns for r in rows]
+
+    def registers(self, kind: int, pairs: int) -> list[Any]:
+        """Returns the registers of a value of this kind. Equal ones are the same object."""
+        made: dict[tuple[int, ...], Any] = {}
+        for offsets in self.offsets(kind, pairs):
+            if offsets not in made:
+                made[offsets] = self._register(offsets)
+        return [made[offsets] for offsets in self.offsets(kind, pairs)]
+
+    def _register(self, offsets: tuple[int, ...]) -> Any:
+        start = vector.broadcast(ir.VectorType.get((len(offsets),), integer(32)), self.start)
+        above = utils.c(offsets[0], start.type) if len(offsets) == 1 else wgmma.constants([offsets])[0]
+        return arith.addi(start, above)
 
 
 @dataclass(frozen=True)
@@ -94,7 +160,8 @@ class Indices:
 def _known(value: Any, dtype: Any) -> Value:
     number = np.asarray(value).reshape(()).astype(dtype)
     is_integer = jnp.issubdtype(dtype, jnp.integer)
-    return Value(NUMBER, np.dtype(dtype), None, number, is_natural=bool(is_integer and number >= 0))
+    exact = int(number) if is_integer else float(number)
+    return Value(NUMBER, np.dtype(dtype), None, number, bounds=(exact, exact) if is_integer or np.isfinite(number) else EVERY)
 
 
 _INDEX, _BOOL = np.dtype(np.int32), np.dtype(bool)
@@ -248,14 +315,30 @@ class Evaluation:
         if result is None:
             registers = None
             if self.tables is not None and self._is_there(index):
-                address = self.tables[view.table]
-                kind = utils.dtype_to_ir_type(np.dtype(np.int8) if dtype == _BOOL else dtype)
-                lift = functools.partial(wgmma.load_at, address, kind)
-                registers = [_each(lift, register) for register in self.registers(index, index.kind)]
-                registers = [self._widened(register, dtype) for register in registers]
-            result = Value(index.kind, wide, registers, of_score=index.of_score)
+                registers = self._elements(self.tables[view.table], dtype, index)
+            result = Value(index.kind, wide, registers, of_score=index.of_score, of_difference=index.of_difference)
         self.loads.append(result)
         return result
+
+    def _elements(self, address, dtype, index: Value) -> list[Any]:
+        """Loads the elements of a line of numbers in memory. Those of equal numbers in a thread are loaded once."""
+        kind = utils.dtype_to_ir_type(np.dtype(np.int8) if dtype == _BOOL else dtype)
+        if index.line is None:
+            places: list[Any] = self.registers(index, index.kind)
+            keys, load = list(map(id, places)), functools.partial(_each, functools.partial(wgmma.load_at, address, kind))
+        else:
+            places = keys = index.line.offsets(index.kind, self.columns // 8)
+            read = functools.cache(functools.partial(wgmma.load_at, address, kind, index.line.start))
+
+            def load(offsets):
+                elements = [read(offset) for offset in offsets]
+                return vector.from_elements(ir.VectorType.get((len(offsets),), elements[0].type), elements)
+
+        made: dict[Any, Any] = {}
+        for key, place in zip(keys, places, strict=True):
+            if key not in made:
+                made[key] = self._widened(load(place), dtype)
+        return [made[key] for key in keys]
 
     @staticmethod
     def _widened(register, dtype):
@@ -276,6 +359,8 @@ class Evaluation:
         own = value.registers
         if own is None:
             own = [_number(value.known)]
+        if np.float32(value.factor) != 1:
+            own = [arith.mulf(r, utils.c(value.factor, r.type), fastmath=_contracted()) for r in own]
         if value.kind == kind:
             return list(own)
         pairs = self.columns // 8
@@ -288,12 +373,14 @@ class Evaluation:
             return wide * pairs
         return list(itertools.chain.from_iterable((register, register) for register in own))
 
-    def apply(self, function: Callable[..., Any], dtype: Any, *values: Value, **flags: bool) -> Value:
+    def apply(self, function: Callable[..., Any], dtype: Any, *values: Value, **more: Any) -> Value:
         """Applies a function of MLIR values to the registers of values."""
         kind = functools.reduce(int.__or__, (x.kind for x in values))
-        flags = {"of_score": any(x.of_score for x in values)} | flags
+        flags: dict[str, Any] = {"of_score": any(x.of_score for x in values)} | more
+        flags |= {"of_difference": kind == TILE and all(x.of_difference for x in values if x.kind != NUMBER)}
+        described: Value = replace(Value(kind, np.dtype(dtype)), **flags)
         if not self._is_there(*values):
-            return Value(kind, np.dtype(dtype), None, **flags)
+            return described
         columns = [self.registers(x, kind) for x in values]
         done: dict[Any, Any] = {}  # rows are repeated over the tile: equal operands have one result
         results = []
@@ -302,12 +389,28 @@ class Evaluation:
             if key not in done:
                 done[key] = (function(*registers), registers)
             results.append(done[key][0])
-        return Value(kind, np.dtype(dtype), results, **flags)
+        return replace(described, registers=results)
 
     def compute(self, name: str, *operands: Value, dtype: Any = None, **params: Any) -> Value:
         """Computes an operation by its name in programs."""
         dtype = dtype or (bool if name in _COMPARISONS else operands[-1].dtype)
         return self._computed(name, params, jax.ShapeDtypeStruct((), dtype), list(operands))
+
+    def described(self) -> "Evaluation":
+        """Returns an evaluation of the same tile that makes no MLIR."""
+        return Evaluation(self.columns)
+
+    def line(self, value: Value) -> Line | None:
+        """Returns how an integer follows from a number of the thread, or None."""
+        if value.line is not None or value.kind != NUMBER or value.dtype != _INDEX or not self._is_there(value):
+            return value.line
+        return Line(self.registers(value, NUMBER)[0]) if value.known is None else Line(constant(0), int(value.known))
+
+    def on_line(self, line: Line, like: Value) -> Value:
+        """Returns the value of a line."""
+        is_difference = line.row_step == -line.column_step
+        registers = line.registers(like.kind, self.columns // 8)
+        return replace(like, registers=registers, line=line, of_difference=is_difference and like.kind == TILE)
 
     def converted(self, value: Value, dtype: Any) -> Value:
         return value if value.dtype == dtype else self.compute("convert_element_type", value, dtype=dtype)
@@ -318,19 +421,17 @@ class Evaluation:
             return b
         if b.known is not None and b.known == 0:
             return a
-        return replace(self.compute("add", a, b), is_natural=True)
+        return _natural(self.compute("add", a, b))
 
     def times(self, a: Value, factor: int) -> Value:
-        return a if factor == 1 else replace(self.compute("mul", a, _known(factor, a.dtype)), is_natural=True)
+        return a if factor == 1 else _natural(self.compute("mul", a, _known(factor, a.dtype)))
 
     def clamped(self, index: Value, last: int) -> Value:
         """Returns an index moved to `[0, last]`, int32."""
         if last == 0:
             return _known(0, _INDEX)
-        if not index.is_natural:
-            index = self.compute("max", index, _known(0, index.dtype))
-        most = min(last, np.iinfo(index.dtype).max)
-        return replace(self.converted(self.compute("min", index, _known(most, index.dtype)), _INDEX), is_natural=True)
+        least, most = _known(0, index.dtype), _known(min(last, np.iinfo(index.dtype).max), index.dtype)
+        return _natural(self.converted(self.compute("min", self.compute("max", index, least), most), _INDEX))
 
     def composed(self, function: Callable[..., Any], *values: Value) -> Value:
         """Runs a function of `jax.numpy` on values of one dtype."""
@@ -423,17 +524,63 @@ def _ptx(instruction: str):
     return functools.partial(_each, scalar)
 
 
+def _contracted():
+    """Returns the flag of operations of which LLVM may make multiply-adds."""
+    return arith.FastMathFlags.contract
+
+
+# Bounds.
+
+_MODERATE = 1e30
+
+
+def _natural(value: Value) -> Value:
+    """Returns a value that is known to have no negative element."""
+    low, high = value.bounds
+    return replace(value, bounds=(max(low, 0), high))
+
+
+def _within(bounds, dtype) -> tuple[float, float]:
+    """Returns bounds of a result, or those of its dtype where it may wrap around or be infinite."""
+    if dtype == _BOOL:
+        return EVERY
+    if _is_float(dtype):
+        return bounds if max(map(abs, bounds)) < _MODERATE else EVERY
+    info = np.iinfo(dtype)
+    fits = info.min <= bounds[0] and bounds[1] <= info.max
+    return bounds if fits else NATURAL if dtype.kind == "u" else EVERY
+
+
+def _bounds_of_sum(a, b):
+    return a[0] + b[0], a[1] + b[1]
+
+
+def _bounds_of_difference(a, b):
+    return a[0] - b[1], a[1] - b[0]
+
+
+def _bounds_of_product(a, b):
+    products = [x * y if x and y else 0 for x in a for y in b]
+    return min(products), max(products)
+
+
 # Operations: functions of an evaluation, values, parameters and the dtype of the result.
 
 
-def _elementwise(of_floats=None, of_signed=None, of_unsigned=None, of_bools=None, keeps_natural=False):
-    """Makes an operation of functions of MLIR, by the dtype of the operands. Without one for signed integers there is none."""
+def _elementwise(of_floats=None, of_signed=None, of_unsigned=None, of_bools=None, bounds=None, keeps_natural=False):
+    """Makes an operation of functions of MLIR, by the dtype of the operands. Without one for signed integers there is none.
+
+    `bounds` returns those of a result from those of the operands. With `keeps_natural` it is not negative if no operand is, and
+    `of_unsigned` serves then.
+    """
 
     def operation(evaluation, operands, params, dtype):
         kind = operands[-1].dtype
         are_natural = all(x.is_natural for x in operands)
         if _is_float(kind):
             function = of_floats
+            if function in _CONTRACTED and any(x.of_score for x in operands):  # others may become indices
+                function = functools.partial(function, fastmath=_contracted())
         elif kind == _BOOL:
             function = of_bools
         else:
@@ -441,10 +588,46 @@ def _elementwise(of_floats=None, of_signed=None, of_unsigned=None, of_bools=None
             function = of_unsigned if is_unsigned and of_unsigned is not None else of_signed
         if function is None:
             raise UnsupportedError(f"an operation of dtype {kind.name}")
-        result = evaluation.apply(function, dtype, *operands, is_natural=are_natural and keeps_natural)
+        limits = NATURAL if are_natural and keeps_natural else EVERY
+        if bounds is not None:
+            limits = _within(bounds(*(x.bounds for x in operands)), np.dtype(dtype))
+        result = evaluation.apply(function, dtype, *operands, bounds=limits)
         return evaluation.rounded(result, dtype) if _is_float(dtype) else result
 
     return operation
+
+
+_CONTRACTED = (arith.addf, arith.subf, arith.mulf)
+
+
+def _summed(sign):
+    """Makes an addition, or with -1 a subtraction. Lines stay lines."""
+    functions = (arith.addf, arith.addi) if sign > 0 else (arith.subf, arith.subi)
+    operation = _elementwise(*functions, bounds=_bounds_of_sum if sign > 0 else _bounds_of_difference)
+
+    def add(evaluation, operands, params, dtype):
+        lines = [evaluation.line(x) for x in operands]
+        if None in lines or not any(x.line for x in operands):
+            return operation(evaluation, operands, params, dtype)
+        return evaluation.on_line(lines[0].plus(lines[1], sign), operation(evaluation.described(), operands, params, dtype))
+
+    return add
+
+
+def _multiplied(evaluation, operands, params, dtype):
+    """Multiplies. A factor of scores that is known waits for the next one; a line stays a line."""
+    for x, y in (operands, operands[::-1]):
+        if y.known is None:
+            continue
+        if x.of_score and dtype == np.float32 and 1e-30 < abs(factor := x.factor * float(y.known)) < 1e30:
+            return replace(x, factor=factor, bounds=_within(_bounds_of_product(x.bounds, y.bounds), dtype))
+        if x.line is not None:
+            described = _PRODUCT(evaluation.described(), operands, params, dtype)
+            return evaluation.on_line(x.line.times(int(y.known)), described)
+    return _PRODUCT(evaluation, operands, params, dtype)
+
+
+_PRODUCT = _elementwise(arith.mulf, arith.muli, bounds=_bounds_of_product)
 
 
 def _compared(name, of_floats, of_signed, of_unsigned):
@@ -456,14 +639,19 @@ def _compared(name, of_floats, of_signed, of_unsigned):
     operation = _elementwise(ordered, signed, unsigned, unsigned)
 
     def compare(evaluation, operands, params, dtype):
-        a, b = operands
-        answer = None  # indexing asks of each index whether it is below 0
-        if a.is_natural and b.known is not None and not _is_float(b.dtype) and b.known <= 0:
-            answer = {"ge": True, "lt": False}.get(name, {"gt": True, "le": False}.get(name) if b.known < 0 else None)
-        elif b.is_natural and a.known is not None and not _is_float(a.dtype) and a.known <= 0:
-            answer = {"le": True, "gt": False}.get(name, {"lt": True, "ge": False}.get(name) if a.known < 0 else None)
-        if answer is not None:
-            return _known(answer, bool)
+        (a_low, a_high), (b_low, b_high) = (x.bounds for x in operands)
+        answers = {  # whether it is so for all numbers within bounds, and for none: indexing asks whether an index is below 0
+            "ge": (a_low >= b_high, a_high < b_low),
+            "gt": (a_low > b_high, a_high <= b_low),
+            "le": (a_high <= b_low, a_low > b_high),
+            "lt": (a_high < b_low, a_low >= b_high),
+        }
+        if name in answers and not _is_float(operands[0].dtype) and any(answers[name]):
+            return _known(answers[name][0], bool)
+        if all(x.line is not None and x.kind != TILE for x in operands) and operands[0].kind != operands[1].kind:
+            difference = evaluation.compute("sub", *operands)
+            if difference.bounds != EVERY:  # it does not wrap around, and has fewer different elements
+                operands = [difference, _known(0, _INDEX)]
         return operation(evaluation, operands, params, dtype)
 
     return compare
@@ -490,8 +678,13 @@ def _selected(evaluation, operands, params, dtype):
     test, no, yes = operands
     if test.known is not None:
         return yes if test.known else no
-    natural = no.is_natural and yes.is_natural
-    return evaluation.apply(lambda p, a, b: arith.select(p, b, a), dtype, test, no, yes, is_natural=natural)
+    flags: dict[str, Any] = {"bounds": (min(no.bounds[0], yes.bounds[0]), max(no.bounds[1], yes.bounds[1]))}
+    for x, y in ((no, yes), (yes, no)):
+        if x.factor > 0 and y.known is not None and (y.known == 0 or np.isinf(y.known)):  # which a factor does not change
+            flags |= {"factor": x.factor, "is_moderate": x.is_moderate and y.known <= 0}
+            no, yes = replace(no, factor=1.0), replace(yes, factor=1.0)
+            break
+    return evaluation.apply(lambda p, a, b: arith.select(p, b, a), dtype, test, no, yes, **flags)
 
 
 def _converted(evaluation, operands, params, dtype):
@@ -507,7 +700,8 @@ def _converted(evaluation, operands, params, dtype):
             narrower = new.itemsize == 2
             return evaluation.rounded(x, new) if narrower else x
         convert = arith.sitofp if old.kind == "i" else arith.uitofp
-        return evaluation.rounded(apply(lambda r: convert(_typed(r.type, element()), r), new, x), new)
+        result = apply(lambda r: convert(_typed(r.type, element()), r), new, x, bounds=_within(x.bounds, new))
+        return evaluation.rounded(result, new)
     if _is_float(old):
         convert = arith.fptosi if new.kind == "i" else arith.fptoui
         if new.itemsize < 4:
@@ -515,33 +709,34 @@ def _converted(evaluation, operands, params, dtype):
             x = evaluation.compute("clamp", _known(info.min, old), x, _known(info.max, old))
         return apply(lambda r: convert(_typed(r.type, element()), r), new, x)
     if new.itemsize == old.itemsize and old != _BOOL:
-        return replace(x, dtype=new, is_natural=False, known=None if x.known is None else x.known.astype(new))
-    if new.itemsize < old.itemsize:
-        convert, natural = arith.trunci, False
-    else:
-        convert, natural = (arith.extsi if old.kind == "i" else arith.extui), old.kind in "ub" or x.is_natural
-    return apply(lambda r: convert(_typed(r.type, element()), r), new, x, is_natural=natural)
+        known = None if x.known is None else x.known.astype(new)
+        return replace(x, dtype=new, line=None, bounds=_within(x.bounds, new), known=known)
+    convert = arith.trunci if new.itemsize < old.itemsize else arith.extsi if old.kind == "i" else arith.extui
+    own = (0, 1) if old == _BOOL else (max(x.bounds[0], np.iinfo(old).min), min(x.bounds[1], np.iinfo(old).max))
+    return apply(lambda r: convert(_typed(r.type, element()), r), new, x, bounds=_within(own, new))
 
 
 def _magnitude(evaluation, operands, params, dtype):
     (x,) = operands
     if x.is_natural or x.dtype.kind == "u":
         return x
-    return replace(_elementwise(_ptx("abs.f32"), math_dialect.absi)(evaluation, operands, params, dtype), is_natural=True)
+    return _natural(_elementwise(_ptx("abs.f32"), math_dialect.absi)(evaluation, operands, params, dtype))
 
 
 def _negated(evaluation, operands, params, dtype):
-    def of_integers(x):
-        return arith.subi(utils.c(0, x.type), x)
-
-    return _elementwise(arith.negf, of_integers, of_integers)(evaluation, operands, params, dtype)
+    (x,) = operands
+    if x.of_score and dtype == np.float32:
+        return replace(x, factor=-x.factor, bounds=_bounds_of_difference((0, 0), x.bounds))
+    if not _is_float(dtype):
+        return evaluation.compute("sub", _known(0, dtype), x)
+    return _elementwise(arith.negf)(evaluation, operands, params, dtype)
 
 
 def _sign(evaluation, operands, params, dtype):
     (x,), zero = operands, _known(0, operands[0].dtype)
     is_above = evaluation.converted(evaluation.compute("gt", x, zero), dtype)
     if x.is_natural or dtype.kind == "u":
-        return replace(is_above, is_natural=True)
+        return _natural(is_above)
     result = evaluation.compute("sub", is_above, evaluation.converted(evaluation.compute("lt", x, zero), dtype))
     return evaluation.compute("select_n", evaluation.compute("ne", x, x), result, x) if _is_float(dtype) else result
 
@@ -578,7 +773,7 @@ def _shifted(function, natural=False):
             is_far = evaluation.compute("gt", as_unsigned, _known(bits - 1, unsigned))
             near = evaluation.apply(function, dtype, x, evaluation.compute("select_n", is_far, by, most))
             return near if is_arithmetic else evaluation.compute("select_n", is_far, near, _known(0, dtype))
-        return evaluation.apply(function, dtype, x, by, is_natural=natural and x.is_natural)
+        return evaluation.apply(function, dtype, x, by, bounds=NATURAL if natural and x.is_natural else EVERY)
 
     return shift
 
@@ -589,7 +784,8 @@ def _anded(evaluation, operands, params, dtype):
         for x, y in ((a, b), (b, a)):
             if x.known is not None:
                 return y if x.known else x
-    return evaluation.apply(arith.andi, dtype, a, b, is_natural=a.is_natural or b.is_natural)
+    highs = [x.bounds[1] for x in operands if x.is_natural]
+    return evaluation.apply(arith.andi, dtype, a, b, bounds=(0, min(highs)) if highs else EVERY)
 
 
 def _ored(evaluation, operands, params, dtype):
@@ -598,15 +794,19 @@ def _ored(evaluation, operands, params, dtype):
         for x, y in ((a, b), (b, a)):
             if x.known is not None:
                 return x if x.known else y
-    return evaluation.apply(arith.ori, dtype, a, b, is_natural=a.is_natural and b.is_natural)
+    return evaluation.apply(arith.ori, dtype, a, b, bounds=NATURAL if a.is_natural and b.is_natural else EVERY)
 
 
-def _extreme(name, of_floats, of_signed, of_unsigned):
+def _extreme(choose, of_floats, of_signed, of_unsigned):
+    """Makes the larger of two numbers, with `max` to choose bounds, or the smaller one."""
     operation = _elementwise(_ptx(of_floats), of_signed, of_unsigned, keeps_natural=True)
 
     def extreme(evaluation, operands, params, dtype):
-        natural = (any if name == "max" else all)(x.is_natural for x in operands)
-        return replace(operation(evaluation, operands, params, dtype), is_natural=natural)
+        for x, y in (operands, operands[::-1]) if not _is_float(dtype) else ():
+            if x.bounds[0] >= y.bounds[1]:  # nothing is to be chosen
+                return x if choose is max else y
+        lows, highs = zip(*(x.bounds for x in operands), strict=True)
+        return replace(operation(evaluation, operands, params, dtype), bounds=(choose(lows), choose(highs)))
 
     return extreme
 
@@ -616,15 +816,23 @@ def _clamped(evaluation, operands, params, dtype):
     return evaluation.compute("min", evaluation.compute("max", x, low), high)
 
 
-def _composite(function):
-    """Makes an operation of a function of `jax.numpy` in float32."""
+def _composite(function, exact=None, is_bounded=False):
+    """Makes an operation of a function of `jax.numpy` in float32.
+
+    `exact`, of MLIR, takes its place where no score is in it. With `is_bounded` results are at most 1.
+    """
 
     def operation(evaluation, operands, params, dtype):
         if params.get("accuracy") is not None:
             raise UnsupportedError("an accuracy that is asked for")
-        return evaluation.rounded(
-            evaluation.composed(function, *(evaluation.converted(x, np.float32) for x in operands)), dtype
-        )
+        operands = [evaluation.converted(x, np.float32) for x in operands]
+        if exact is not None and not any(x.of_score for x in operands):
+            result = evaluation.apply(exact, np.float32, *operands)
+        else:
+            result = evaluation.composed(function, *operands)
+        result = replace(evaluation.rounded(result, dtype), is_moderate=is_bounded)
+        is_finite = is_bounded and all(x.is_moderate or x.bounds != EVERY for x in operands)
+        return replace(result, bounds=(-1, 1)) if is_finite else result
 
     return operation
 
@@ -681,17 +889,17 @@ def _raised(x, y):
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _MOVES = ("reshape", "squeeze", "slice", "dynamic_slice", "gather", "broadcast_in_dim", "concatenate", "expand_dims")
 _OPERATIONS: dict[str, Callable[..., Any]] = {
-    "add": _elementwise(arith.addf, arith.addi),
-    "add_any": _elementwise(arith.addf, arith.addi),
-    "sub": _elementwise(arith.subf, arith.subi),
-    "mul": _elementwise(arith.mulf, arith.muli),
+    "add": _summed(1),
+    "add_any": _summed(1),
+    "sub": _summed(-1),
+    "mul": _multiplied,
     "div": _divided,
     "rem": _elementwise(None, arith.remsi, arith.remui, keeps_natural=True),
     "neg": _negated,
     "abs": _magnitude,
     "sign": _sign,
-    "max": _extreme("max", "max.NaN.f32", arith.maxsi, arith.maxui),
-    "min": _extreme("min", "min.NaN.f32", arith.minsi, arith.minui),
+    "max": _extreme(max, "max.NaN.f32", arith.maxsi, arith.maxui),
+    "min": _extreme(min, "min.NaN.f32", arith.minsi, arith.minui),
     "clamp": _clamped,
     "eq": _compared("eq", "OEQ", "eq", "eq"),
     "ne": _compared("ne", "UNE", "ne", "ne"),
@@ -721,13 +929,13 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "ceil": _unary(math_dialect.ceil),
     "round": _round,
     "exp2": _unary(_ptx("ex2.approx.ftz.f32")),
-    "exp": _composite(_exp),
-    "log2": _unary(_ptx("lg2.approx.f32")),
-    "log": _composite(_log),
+    "exp": _composite(_exp, exact=math_dialect.exp),
+    "log2": _unary(_ptx("lg2.approx.f32"), exact=math_dialect.log2),
+    "log": _composite(_log, exact=math_dialect.log),
     "log1p": _composite(_log1p),
     "expm1": _composite(_expm1),
-    "tanh": _composite(fused.tanh),
-    "logistic": _composite(_logistic),
+    "tanh": _composite(fused.tanh, is_bounded=True),
+    "logistic": _composite(_logistic, is_bounded=True),
     "pow": _composite(_raised),
     "sqrt": _unary(_ptx("sqrt.approx.f32"), exact=math_dialect.sqrt),
     "rsqrt": _unary(_ptx("rsqrt.approx.f32")),
@@ -811,6 +1019,33 @@ def reason_against(function: Function, types: Mapping[str, Any]) -> str | None:
     return None
 
 
+def factor_of_changed(
+    types: Mapping[str, Any], *, scale: float, score_mod: TracedFunction | None = None, **options: Any
+) -> float | None:
+    """Returns the factor of what `TileFunctions.changed` returns, or None for 1 where scores may be large.
+
+    Args:
+      types: types of the operands by name.
+      scale: factor of the products.
+      score_mod: the score function, or None.
+      options: other options of `AttentionProblem`.
+    """
+    if score_mod is None:
+        return None
+    try:
+        return _without_factor(_described(Function.of(score_mod), types, ROWS, scale)[0][0])[1]
+    except UnsupportedError:  # `reason_against` says why
+        return None
+
+
+def is_finite(function: Function, types: Mapping[str, Any]) -> bool:
+    """Tells whether the results of a function of operands of these types are finite where products of queries and keys are."""
+    try:
+        return all(result.bounds != EVERY for result in _described(function, types, ROWS)[0])
+    except UnsupportedError:
+        return False
+
+
 def loads_tiles(function: Function, types: Mapping[str, Any]) -> bool:
     """Returns True if a function of operands of these types reads an element of a table for each score."""
     try:
@@ -819,7 +1054,9 @@ def loads_tiles(function: Function, types: Mapping[str, Any]) -> bool:
         return False
 
 
-def _described(function: Function, types: Mapping[str, Any], columns: int) -> tuple[list[Value], list[Value]]:
+def _described(
+    function: Function, types: Mapping[str, Any], columns: int, scale: float = 1.0
+) -> tuple[list[Value], list[Value]]:
     """Describes the results, and all loads, of a function of operands of these types."""
     dtypes = {name: types[name].dtype for name in function.operands if name in types}
     for dtype in dtypes.values():
@@ -827,13 +1064,12 @@ def _described(function: Function, types: Mapping[str, Any], columns: int) -> tu
     if any(types[name].shape[-1] >= 2**31 for name in dtypes):
         raise UnsupportedError("tables of 2**31 elements or more")
     evaluation = Evaluation(columns)
-    row, column = (Value(kind, _INDEX, is_natural=True) for kind in (ROW, COLUMN))
+    row, column = (Value(kind, _INDEX, bounds=NATURAL) for kind in (ROW, COLUMN))
     has_offset = "query_offset" in types
     lengths = types["query"].shape[-3], types["key"].shape[-3]
     # It makes no difference to loads and operations which of both the rows are, except to their kinds.
-    return evaluation.run(
-        function.program, _arguments(function, evaluation, dtypes, row, column, lengths, has_offset)
-    ), evaluation.loads
+    arguments = _arguments(function, evaluation, dtypes, row, column, lengths, has_offset, score=_score(scale))
+    return evaluation.run(function.program, arguments), evaluation.loads
 
 
 def _arguments(function, evaluation, dtypes, query, key, lengths, offset, head=None, score=None) -> list[Any]:
@@ -850,7 +1086,7 @@ def _arguments(function, evaluation, dtypes, query, key, lengths, offset, head=N
       head: number of the head, in the kernel, or None if it is only known that there will be one.
       score: scores, or None likewise.
     """
-    places, number = list(dtypes), Value(NUMBER, _INDEX, is_natural=True)
+    places, number = list(dtypes), Value(NUMBER, _INDEX, bounds=NATURAL)
     zero = _known(0, _INDEX)
 
     def view(name, shape, start=zero):
@@ -863,11 +1099,11 @@ def _arguments(function, evaluation, dtypes, query, key, lengths, offset, head=N
         shape = function.program.jaxpr.invars[len(function.tables)].aval.shape
         arguments.append(View(None, _INDEX, shape, _strides(shape), zero))
     if function.takes_score:
-        arguments.append(score or Value(TILE, np.dtype(np.float32), of_score=True))
+        arguments.append(score or _score(1.0))
     position = query
     if offset is not False:
         added = number if offset is True else offset
-        position = replace(evaluation.compute("add", query, added), is_natural=False)
+        position = evaluation.compute("add", query, added)
     others = {"batch": zero, "head": head or number, "query_index": position, "key_index": key}
     starts = {"entries": zero, "head_numbers": head or number}
     starts |= {
@@ -878,6 +1114,16 @@ def _arguments(function, evaluation, dtypes, query, key, lengths, offset, head=N
         if name in dtypes:
             others[argument] = evaluation.number(view(name, (1,), starts[name]))
     return [*arguments, *(others[name] for name in POSITIONS)]
+
+
+def _score(factor: float) -> Value:
+    """Describes scores, which are products of queries and keys times a factor."""
+    return Value(TILE, np.dtype(np.float32), of_score=True, factor=factor, is_moderate=True)
+
+
+def _without_factor(changed: Value) -> tuple[Value, float | None]:
+    """Takes the factor from what a score function returns. None stands for 1 where scores may be large."""
+    return (replace(changed, factor=1.0), changed.factor) if changed.is_moderate and changed.factor > 0 else (changed, None)
 
 
 class TileFunctions:
@@ -899,6 +1145,8 @@ class TileFunctions:
         offset=None,
         rows_are_queries: bool = True,
         heads_per_query: int = 1,
+        scale: float = 1.0,
+        ends: tuple[float, float] = (math.inf, math.inf),
     ):
         """Loads what belongs to the head and to the rows.
 
@@ -913,31 +1161,38 @@ class TileFunctions:
           offset: position of query 0, or None for 0.
           rows_are_queries: True if rows are queries, False if they are keys.
           heads_per_query: query heads that have a row of each query, folded as `FoldedRows` says.
+          scale: factor of the products that are handed over as scores.
+          ends: index behind the last row and the last column of all tiles.
         """
+        self.scale, self.bounds = scale, tuple((0, end - 1) for end in ends)
         self.functions, self.operands, self.lengths, self.columns = functions, operands, lengths, columns
         self.b, self.head, self.first, self.offset, self.rows_are_queries = b, head, first, offset, rows_are_queries
         self.heads_per_query = heads_per_query
         self._loaded = {name: self._load(function) for name, function in functions.items()}
 
-    def changed(self, s: jax.Array, start, name: str = "score_mod") -> jax.Array:
-        """Returns what the score function makes of the scores from column `start` on."""
-        (changed,) = self.results(name, s, start)
+    def changed(self, s: jax.Array, start) -> jax.Array:
+        """Returns what the score function makes of products from column `start` on, except for its `result_factor`."""
+        (changed,) = self.results("score_mod", s, start)
         return changed
 
     def hidden(self, s: jax.Array, start, hidden: float = -jnp.inf, name: str = "mask_mod") -> jax.Array:
         """Returns scores or weights from column `start` on, with `hidden` where the mask function hides the key."""
 
         def select(evaluation, results, score):
-            (seen,) = results
+            (seen,), score = results, replace(score, factor=1.0)
             return [evaluation.compute("select_n", seen, _known(hidden, np.float32), score)]
 
         (result,) = self._run(name, s, start, select, 1)
         return result
 
     def results(self, name: str, s: jax.Array, start) -> list[jax.Array]:
-        """Returns all results of a function, float32 tiles, of the scores from column `start` on."""
+        """Returns all results of a function, float32 tiles. The first one is that of `changed`."""
         count = len(self.functions[name].program.jaxpr.outvars)
-        return self._run(name, s, start, lambda evaluation, results, score: results, count)
+
+        def results(evaluation, results, score):
+            return [_without_factor(results[0])[0], *results[1:]]
+
+        return self._run(name, s, start, results, count)
 
     def add(self, name: str, values: jax.Array, start) -> None:
         """Adds derivatives to that of a table, in float32, in any order.
@@ -951,40 +1206,38 @@ class TileFunctions:
         address = self._present(function).index(str(function.gradient))
 
         def add(evaluation, results, values):
-            place, *factors = results
+            (place, *factors), values = results, replace(values, factor=1.0)
             for factor in factors:
                 if factor.known is None or factor.known != 1:
                     product, zero = evaluation.compute("mul", values, factor), _known(0, np.float32)
                     values = evaluation.compute("select_n", evaluation.compute("eq", values, zero), product, zero)
             places, elements = evaluation.registers(place, place.kind), evaluation.registers(values, TILE)
-            wgmma.add_at(
-                evaluation.tables[address], places, elements, varies=(bool(place.kind & ROW), bool(place.kind & COLUMN))
-            )
+            varies = bool(place.kind & ROW), bool(place.kind & COLUMN)
+            wgmma.add_at(evaluation.tables[address], places, elements, varies=varies, along_diagonals=place.of_difference)
             return []
 
         self._evaluate(function, values, start, self._loaded[name], add, None)
 
-    def known(self, name: str) -> list[Any]:
-        """Returns for each result of a function the number that it always is, or None."""
-        results, _ = self._described(self.functions[name])
-        return [result.known for result in results]
-
-    # The rest is in terms of `evaluate`, which has a stand-in where MLIR does not run.
+    def factor(self, name: str) -> float | None:
+        """Returns what `factor_of_changed` returns for a function."""
+        (changed, *_), _ = self._described(self.functions[name])
+        return _without_factor(changed)[1]
 
     def _present(self, function):
         return [name for name in function.operands if name in self.operands]
 
     def _described(self, function) -> tuple[list[Value], list[Value]]:
-        rows, columns = (Value(kind, _INDEX, is_natural=True) for kind in (ROW, COLUMN))
+        rows, columns = (Value(k, _INDEX, bounds=b) for k, b in zip((ROW, COLUMN), self.bounds, strict=True))
         evaluation = Evaluation(self.columns)
-        return evaluation.run(function.program, self._arguments(function, evaluation, rows, columns)), evaluation.loads
+        arguments = self._arguments(function, evaluation, rows, columns, score=_score(self.scale))
+        return evaluation.run(function.program, arguments), evaluation.loads
 
     def _arguments(self, function, evaluation, rows, columns, offset=None, head=None, score=None):
         dtypes = {name: jnp.dtype(self.operands[name].ref.dtype) for name in self._present(function)}
         query, key = (rows, columns) if self.rows_are_queries else (columns, rows)
         offset = (self.offset is not None) if offset is None else offset
         if (count := self.heads_per_query) > 1:  # each row has a head of its own
-            first = evaluation.times(head or Value(NUMBER, _INDEX, is_natural=True), count)
+            first = evaluation.times(head or Value(NUMBER, _INDEX, bounds=NATURAL), count)
             query, place = (evaluation.compute(name, rows, _known(count, _INDEX)) for name in ("div", "rem"))
             head = evaluation.plus(first, place)
         return _arguments(function, evaluation, dtypes, query, key, self.lengths, offset, head, score)
@@ -1039,16 +1292,20 @@ class TileFunctions:
                 i: _taken(value, array.registers.flat) for (i, (value, _)), array in zip(loaded.items(), arrays, strict=True)
             }
             position = Value(NUMBER, _INDEX, [offsets[0]]) if offsets else None
-            number = Value(NUMBER, _INDEX, [head], is_natural=True)
-            rows, columns = _positions(self.columns, first, begin)
+            number = Value(NUMBER, _INDEX, [head], bounds=NATURAL)
+            rows, columns = (
+                replace(value, bounds=bounds)
+                for value, bounds in zip(_positions(self.columns, first, begin), self.bounds, strict=True)
+            )
+            line, own_columns = columns.line or Line(begin), columns.registers or ()
             wanted = [NUMBER if not k.shape else ROW if len(k.shape) == 1 else TILE for k in kinds or ()]
 
             def evaluate(pairs):
                 """Returns the registers of results for some of the pairs of columns of a thread."""
                 evaluation = Evaluation(8 * len(pairs), tables, taken)
-                value, own = Value(TILE, np.dtype(np.float32), of_score=True), replace(columns, registers=None)
+                value, own = _score(self.scale), replace(columns, registers=None, line=None)
                 if s is not None:
-                    own = replace(own, registers=list(columns.registers or ())[pairs.start : pairs.stop])
+                    own = replace(columns, registers=own_columns[pairs.start : pairs.stop], line=line.behind(8 * pairs.start))
                     value = replace(value, registers=list(score.registers.flat)[2 * pairs.start : 2 * pairs.stop])
                 arguments = self._arguments(function, evaluation, rows, own, position, number, value)
                 results = finish(evaluation, evaluation.run(function.program, arguments), value)
@@ -1089,12 +1346,9 @@ def _entry(ref, entry, size):
 def _positions(columns: int, first, start) -> tuple[Value, Value]:
     """Returns the indices of a thread's rows and columns, from `first` and `start` on."""
     row, col = wgmma.product_position()
-    i32 = integer(32)
-    one, two = ir.VectorType.get((1,), i32), ir.VectorType.get((2,), i32)
-    rows = [vector.broadcast(one, arith.addi(arith.addi(first, row), constant(below))) for below in (0, 8)]
-    origin = vector.broadcast(two, arith.addi(start, col))
-    steps = wgmma.constants([(8 * pair, 8 * pair + 1) for pair in range(columns // 8)])
+    rows, cols = Line(arith.addi(first, row), row_step=1), Line(arith.addi(start, col), column_step=1)
+    pairs = columns // 8
     return (
-        Value(ROW, _INDEX, rows, is_natural=True),
-        Value(COLUMN, _INDEX, [arith.addi(origin, step) for step in steps], is_natural=True),
+        Value(ROW, _INDEX, rows.registers(ROW, pairs), line=rows),
+        Value(COLUMN, _INDEX, cols.registers(COLUMN, pairs), line=cols),
     )
