@@ -93,7 +93,9 @@ def traced(name, batch=(BATCH,), heads=HEADS, dtype=jnp.float32):
 # The evaluator.
 
 
-def on_tile(name, s, *, b, head, first, start, rows_are_queries=True, offset=None, numbers=None, heads_per_query=1):
+def on_tile(
+    name, s, *, b, head, first, start, rows_are_queries=True, offset=None, numbers=None, heads_per_query=1, queries=LENGTH
+):
     """Returns what a kernel makes of a tile of scores; `numbers` of tokens are those of `query_numbers` and `key_numbers`."""
     kind, _ = FUNCTIONS[name]
     function, operands = traced(name)
@@ -108,7 +110,7 @@ def on_tile(name, s, *, b, head, first, start, rows_are_queries=True, offset=Non
         at = {"b": jnp.int32(b), "head": jnp.int32(head), "first": jnp.int32(first), "rows_are_queries": rows_are_queries}
         at |= {} if offset is None else {"offset": jnp.int32(offset)}
         at |= {"heads_per_query": heads_per_query}
-        functions = TileFunctions({kind: Function.of(function)}, there, (LENGTH, LENGTH), columns, **at)
+        functions = TileFunctions({kind: Function.of(function)}, there, (queries, LENGTH), columns, **at)
         if kind == "score_mod":
             result = functions.changed(scores, jnp.int32(start)) * (functions.factor(kind) or 1)
         else:
@@ -195,6 +197,16 @@ def test_functions_on_folded_rows(name, heads_per_query, are_numbered):
     more = {"numbers": {"query_numbers": line, "key_numbers": line}} if are_numbered else {"offset": 90}
     actual = on_tile(name, s, **at, **more)
     expected = expected_on_tile(name, s, **at, offset=more.get("offset"), from_the_last=are_numbered)
+    np.testing.assert_array_equal(np.isinf(actual), np.isinf(expected))
+    np.testing.assert_allclose(actual, expected, rtol=4e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["alibi", "buckets", "of heads", "causal"])
+def test_functions_of_one_query(name):
+    """Only the first rows are of a query. There are as many as heads."""
+    s = np.random.default_rng(1).standard_normal((ROWS, 64)).astype(np.float32)
+    at = {"b": 1, "head": 0, "first": 0, "start": 32, "offset": 70, "heads_per_query": HEADS}
+    actual, expected = on_tile(name, s, **at, queries=1)[:HEADS], expected_on_tile(name, s, **at)[:HEADS]
     np.testing.assert_array_equal(np.isinf(actual), np.isinf(expected))
     np.testing.assert_allclose(actual, expected, rtol=4e-6, atol=1e-6)
 

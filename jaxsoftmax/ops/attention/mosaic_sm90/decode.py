@@ -151,7 +151,7 @@ def shape_decoding(types: Mapping[str, Any], target: Target, **options: Any) -> 
     splits = splits_for(n_tiles, -(-keys // config.block_kv), target.multiprocessors, bool(set(FACTS) & names))
     shapes: dict[str, Any] = {"batch": batch, "query": (n_rows, key_heads, size), "key": (keys, key_heads, size)}
     shapes |= {"value_size": value_size, "dtype": query.dtype, "names": names, "multiprocessors": target.multiprocessors}
-    shapes |= {"changed_factor": factor_of_changed({**types, "key": key}, **options)}
+    shapes |= {"changed_factor": factor_of_changed({**types, "key": key}, **options)}  # it does not depend on lengths
     rows = FoldedRows(group, group if is_strided else None)
     return ForwardGeometry(**shapes, **options, config=config, rows=rows, splits=splits, pages=pages, bytes_dtype=bytes_dtype)
 

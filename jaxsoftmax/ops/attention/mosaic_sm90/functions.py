@@ -1240,6 +1240,8 @@ class TileFunctions:
             first = evaluation.times(head or Value(NUMBER, _INDEX, bounds=NATURAL), count)
             query, place = (evaluation.compute(name, rows, _known(count, _INDEX)) for name in ("div", "rem"))
             head = evaluation.plus(first, place)
+        if self.rows_are_queries and self.lengths[0] == 1:  # other rows are of no query: what heads share is computed once
+            query = _known(0, _INDEX)
         return _arguments(function, evaluation, dtypes, query, key, self.lengths, offset, head, score)
 
     def _load(self, function) -> dict[int, tuple[Value, Any]]:
