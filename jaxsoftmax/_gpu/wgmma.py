@@ -559,11 +559,11 @@ def load_at(address, kind, index, offset: int = 0):
     Args:
       address: int64, the address of the line.
       kind: type of its elements: 8, 16 or 32 bits.
-      index: int32, the number of an element.
-      offset: number of elements between that and the element to load.
+      index: int32, may be negative.
+      offset: the element is number `index + offset`, which is not negative.
     """
     bits = utils.bitwidth(kind)
-    place = arith.addi(address, arith.muli(i64(index), i64(bits // 8)))
+    place = arith.addi(address, arith.muli(arith.extsi(integer(64), index), i64(bits // 8)))
     register = integer(max(16, bits))  # PTX has no registers of 8 bits
     word = utils.inline_ptx(f"ld.global.nc.b{bits} $0, [$1+{offset * bits // 8}];", place, result_types=register)
     word = word if register.width == bits else arith.trunci(integer(bits), word)

@@ -93,9 +93,7 @@ def traced(name, batch=(BATCH,), heads=HEADS, dtype=jnp.float32):
 # The evaluator.
 
 
-def on_tile(
-    name, s, *, b, head, first, start, rows_are_queries=True, offset=None, numbers=None, heads_per_query=1, queries=LENGTH
-):
+def on_tile(name, s, *, b, head, first, start, rows_are_queries=True, offset=None, numbers=None, queries=LENGTH, **more):
     """Returns what a kernel makes of a tile of scores; `numbers` of tokens are those of `query_numbers` and `key_numbers`."""
     kind, _ = FUNCTIONS[name]
     function, operands = traced(name)
@@ -108,8 +106,7 @@ def on_tile(
         limits = tuple(map(jnp.int32, s.shape))
         scores = wgmma.load_product(refs["s"], 0, 0, limits, s.shape, varies=(True, True))
         at = {"b": jnp.int32(b), "head": jnp.int32(head), "first": jnp.int32(first), "rows_are_queries": rows_are_queries}
-        at |= {} if offset is None else {"offset": jnp.int32(offset)}
-        at |= {"heads_per_query": heads_per_query}
+        at |= more | ({} if offset is None else {"offset": jnp.int32(offset)})
         functions = TileFunctions({kind: Function.of(function)}, there, (queries, LENGTH), columns, **at)
         if kind == "score_mod":
             result = functions.changed(scores, jnp.int32(start)) * (functions.factor(kind) or 1)
@@ -154,6 +151,16 @@ def test_functions_on_a_tile(name, rows_are_queries):
     at = {"b": 1, "head": 2, "first": 64, "start": 32, "rows_are_queries": rows_are_queries}
     actual, expected = on_tile(name, s, **at), expected_on_tile(name, s, **at)
     np.testing.assert_array_equal(np.isinf(actual), np.isinf(expected))
+    np.testing.assert_allclose(actual, expected, rtol=4e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "relative", "buckets", "alibi", "documents"])
+@pytest.mark.parametrize(("first", "start"), [(0, 128), (320, 64)])
+def test_functions_on_tiles_that_end_with_the_sequence(name, first, start):
+    """No index of such tiles is out of bounds: none is moved, and the first one of a thread may be negative."""
+    s = np.random.default_rng(1).standard_normal((ROWS, 64)).astype(np.float32)
+    at = {"b": 1, "head": 2, "first": first, "start": start}
+    actual, expected = on_tile(name, s, ends=(LENGTH, LENGTH), **at), expected_on_tile(name, s, **at)
     np.testing.assert_allclose(actual, expected, rtol=4e-6, atol=1e-6)
 
 

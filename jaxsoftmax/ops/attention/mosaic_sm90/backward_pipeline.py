@@ -447,7 +447,7 @@ class BackwardScores:
         start_at = start + self.tile.offset  # where windows count from
         low, high = None if right is None else position - (right + start_at), None
         if self.limits_queries:
-            high = plgpu.layout_cast(jnp.broadcast_to(queries - start - 1, (ROWS,)), ROW_LAYOUT)
+            high = jnp.where(position >= 0, queries - start - 1, -1)  # always: Mosaic GPU finds no layout for one number
         if left is not None:
             window_end = position + (left - start_at)
             high = window_end if high is None else jnp.minimum(high, window_end)
