@@ -1,6 +1,7 @@
 """Caches of keys and values for decoding: attention to pages, writing pages, and keys and values in 8 bits."""
 
-from typing import TYPE_CHECKING, Literal, Unpack, overload
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jaxsoftmax._core import arguments, sharding
 from jaxsoftmax._core.choose import check_implementation
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
-from jaxsoftmax.ops.attention import checks, primitive
+from jaxsoftmax.ops.attention import checks, primitive, score_functions
 from jaxsoftmax.ops.attention.implementations import ATTENTION_FAMILY
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ def paged_attention(
     sinks: ArrayLike | None = None,
     key_scale: ArrayLike | None = None,
     value_scale: ArrayLike | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
     implementation: str | None = None,
     precision: lax.PrecisionLike = None,
     return_lse: bool = False,
@@ -105,6 +108,10 @@ def paged_attention(
       key_scale: floating `[K]` or `[pages, K]`, for pages in float8_e4m3fn or int8: an element stands for itself times the
         scale. None for 1. With scales for each page, kernels and derivatives round the products to the dtype of `query`.
       value_scale: the same for values.
+      score_mod: function `score_mod(score, batch, head, query_index, key_index)` that returns the score to use, as for
+        `jaxsoftmax.dot_product_attention`. `key_index` counts the keys of a sequence, and `query_index` queries from
+        `query_offset`.
+      mask_mod: function `mask_mod(batch, head, query_index, key_index)` that returns a bool, True where the query sees the key.
       implementation: None for the best implementation for this platform, GPU, shape and dtype; or its name.
       precision: precision of products of float32 operands, as for `jaxsoftmax.dot_product_attention`.
       return_lse: True to return the log-sum-exp too.
@@ -176,7 +183,11 @@ def paged_attention(
     window = checks.window(name, local_window_size, is_causal, length, keys, True)
     if query_offset is not None:
         query_offset = checks.offset(name, query_offset, batch)
-    if window != (None, None):
+    functions, arrays = score_functions.functions_and_operands(
+        name, accumulator(query.dtype), score_mod, mask_mod, (*batch, heads)
+    )
+    operands |= arrays
+    if window != (None, None) or functions:
         operands["query_offset"] = jnp.clip(lengths, 0, keys) - length if query_offset is None else query_offset
     out, *lse = bind(
         primitive.PAGED,
@@ -188,6 +199,7 @@ def paged_attention(
         precision=checks.precision(name, precision),
         deterministic_gradients=checks.xla_is_deterministic(),
         implementation=implementation,
+        **functions,
     )
     return (out, jnp.swapaxes(lse[0], -1, -2)) if lse else out
 

@@ -50,6 +50,8 @@ class _ScoreOptions(TypedDict, total=False):
     sinks: ArrayLike | None
     key_scale: ArrayLike | None
     value_scale: ArrayLike | None
+    score_mod: Callable[..., Any] | None
+    mask_mod: Callable[..., Any] | None
     implementation: str | None
     precision: lax.PrecisionLike
 
@@ -68,6 +70,4 @@ class AttentionOptions(_ScoreOptions, total=False, closed=True):
     deterministic: bool
     deterministic_gradients: bool
     fully_masked_rows: Literal["zero", "mean"]
-    score_mod: Callable[..., Any] | None
-    mask_mod: Callable[..., Any] | None
     parallel: ContextParallel | None

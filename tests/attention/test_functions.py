@@ -23,12 +23,14 @@ from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax.ops.attention import key_blocks, primitive
 from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
 from jaxsoftmax.ops.attention.mosaic_sm90.common import ROWS, lay_out
+from jaxsoftmax.ops.attention.mosaic_sm90.decode import DecodePlan
 from jaxsoftmax.ops.attention.mosaic_sm90.forward import ForwardPlan
 from jaxsoftmax.ops.attention.mosaic_sm90.functions import Function, TileFunctions, reason_against
 from jaxsoftmax.ops.attention.score_functions import functions_and_operands, wide_tables
 
 from ..support import cases
 from ..support.attention import interpreted, values
+from ..support.attention.functions import KINDS, assert_close, expected_of, planned
 from ..support.emulator import emulated
 
 BATCH, HEADS, LENGTH = 2, 4, 384
@@ -88,13 +90,10 @@ def traced(name, batch=(BATCH,), heads=HEADS, dtype=jnp.float32):
     return functions[kind], operands
 
 
-KINDS = ("score_mod", "mask_mod")
-
-
 # The evaluator.
 
 
-def on_tile(name, s, *, b, head, first, start, rows_are_queries=True, offset=None, numbers=None, **more):
+def on_tile(name, s, *, b, head, first, start, rows_are_queries=True, offset=None, numbers=None, queries=LENGTH, **more):
     """Returns what a kernel makes of a tile of scores; `numbers` of tokens are those of `query_numbers` and `key_numbers`."""
     kind, _ = FUNCTIONS[name]
     function, operands = traced(name)
@@ -108,7 +107,7 @@ def on_tile(name, s, *, b, head, first, start, rows_are_queries=True, offset=Non
         scores = wgmma.load_product(refs["s"], 0, 0, limits, s.shape, varies=(True, True))
         at = {"b": jnp.int32(b), "head": jnp.int32(head), "first": jnp.int32(first), "rows_are_queries": rows_are_queries}
         at |= more | ({} if offset is None else {"offset": jnp.int32(offset)})
-        functions = TileFunctions({kind: Function.of(function)}, there, (LENGTH, LENGTH), columns, **at)
+        functions = TileFunctions({kind: Function.of(function)}, there, (queries, LENGTH), columns, **at)
         if kind == "score_mod":
             result = functions.changed(scores, jnp.int32(start)) * (functions.factor(kind) or 1)
         else:
@@ -128,15 +127,19 @@ def on_tile(name, s, *, b, head, first, start, rows_are_queries=True, offset=Non
     return np.asarray(emulated(kernel, arrays | {"s": jnp.asarray(s)}, kernels=["function_mosaic"]))
 
 
-def expected_on_tile(name, s, *, b, head, first, start, rows_are_queries=True, offset=None):
+def expected_on_tile(
+    name, s, *, b, head, first, start, rows_are_queries=True, offset=None, heads_per_query=1, from_the_last=False
+):
     kind, _ = FUNCTIONS[name]
     function, operands = traced(name)
     rows, columns = (np.arange(size, dtype=np.int32) + at for size, at in zip(s.shape, (first, start), strict=True))
     query, key = (rows[:, None], columns[None]) if rows_are_queries else (columns[None], rows[:, None])
+    query, head = query // heads_per_query, head * heads_per_query + query % heads_per_query
+    query, key = (LENGTH - 1 - query, LENGTH - 1 - key) if from_the_last else (query, key)
     tables = [table.reshape(1, 1, -1) for table in wide_tables([operands[table] for table in function.table_names])]
     scores = [s] if function.takes_score else []
-    numbers = [np.full((1, 1), number, np.int32) for number in (b, head)]
-    result = function.on_arrays(tables, *map(jnp.asarray, [*scores, *numbers, query + (offset or 0), key]), axes=2)
+    arguments = [*scores, np.full((1, 1), b, np.int32), head, query + (offset or 0), key]
+    result = function.on_arrays(tables, *map(jnp.asarray, arguments), axes=2)
     result = np.broadcast_to(result, s.shape)
     return np.where(result, s, -np.inf) if kind == "mask_mod" else result
 
@@ -182,6 +185,39 @@ def test_functions_of_tokens_with_numbers(name, rows_are_queries):
     np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
+FOLDED = ["alibi", "buckets", "relative", "of heads", "documents", "of keys"]
+
+
+@pytest.mark.parametrize(
+    ("name", "heads_per_query", "are_numbered"),
+    [
+        pytest.param(name, n, n == 3, marks=cases.slow_unless((i + n) % 3 == 0))
+        for i, name in enumerate(FOLDED)
+        for n in (2, 3, 4)
+    ],
+)
+def test_functions_on_folded_rows(name, heads_per_query, are_numbered):
+    """Heads and queries vary along rows, and so do the numbers of tokens that devices share."""
+    s = np.random.default_rng(1).standard_normal((ROWS, 64)).astype(np.float32)
+    at = {"b": 1, "head": int(heads_per_query == 2), "first": 64, "start": 32, "heads_per_query": heads_per_query}
+    line = jnp.arange(LENGTH - 1, -1, -1, dtype=jnp.int32)[None]
+    more = {"numbers": {"query_numbers": line, "key_numbers": line}} if are_numbered else {"offset": 90}
+    actual = on_tile(name, s, **at, **more)
+    expected = expected_on_tile(name, s, **at, offset=more.get("offset"), from_the_last=are_numbered)
+    np.testing.assert_array_equal(np.isinf(actual), np.isinf(expected))
+    np.testing.assert_allclose(actual, expected, rtol=4e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["alibi", "buckets", "of heads", "causal"])
+def test_functions_of_one_query(name):
+    """Only the first rows are of a query. There are as many as heads."""
+    s = np.random.default_rng(1).standard_normal((ROWS, 64)).astype(np.float32)
+    at = {"b": 1, "head": 0, "first": 0, "start": 32, "offset": 70, "heads_per_query": HEADS}
+    actual, expected = on_tile(name, s, **at, queries=1)[:HEADS], expected_on_tile(name, s, **at)[:HEADS]
+    np.testing.assert_array_equal(np.isinf(actual), np.isinf(expected))
+    np.testing.assert_allclose(actual, expected, rtol=4e-6, atol=1e-6)
+
+
 REFUSED = {
     "a sum": (lambda s, b, h, q, k: s + jnp.sum(RELATIVE[h]), "reduce_sum"),
     "erf": (lambda s, b, h, q, k: jax.lax.erf(s), "the operation erf"),
@@ -218,8 +254,6 @@ CALLS = {
 }
 # What the stand-in of the evaluator does is all one: these differ in which key blocks are seen, and in what is hidden.
 INTERPRETED = ["causal", "documents", "of heads", "nothing", "hiding", "lowest", "number", *list(CALLS)[len(FUNCTIONS) :]]
-TOLERANCES = {"bfloat16": 2.0**-7, "float16": 2.0**-9, "float32": 2.0**-13}
-NO_OPTIONS = {"dropout_rate": 0.0, "precision": "high", "deterministic_gradients": False}
 TARGET = replace(HOPPER, multiprocessors=1)
 
 
@@ -230,31 +264,6 @@ def given_for(name, **shapes):
 
 def mods(name):
     return {FUNCTIONS[each][0]: FUNCTIONS[each][1] for each in CALLS[name][0]}
-
-
-def expected_of(given, functions, options):
-    """Returns output and log-sum-exp in float64 by the reference, on a CPU, which compiles it in a fifth of the time."""
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        wide = {name: np.asarray(x, np.float64) if name in ("query", "key", "value") else x for name, x in given.items()}
-        attend = functools.partial(jaxsoftmax.dot_product_attention, implementation="xla", return_residual=True)
-        return jax.tree.map(np.asarray, attend(**wide, **functions, **options))
-
-
-def assert_close(actual, expected, dtype):
-    for found, truth in zip(actual, expected, strict=True):
-        found = np.asarray(found, np.float64)
-        np.testing.assert_array_equal(np.isfinite(found), np.isfinite(truth))
-        size = np.max(np.abs(truth), initial=1, where=np.abs(truth) < 1e9)
-        np.testing.assert_allclose(found, truth, rtol=TOLERANCES[dtype], atol=size * TOLERANCES[dtype])
-
-
-def planned(given, functions, options):
-    """Returns operands and parameters of the primitive."""
-    shape = (*given["query"].shape[:-3], given["query"].shape[-2])
-    functions, operands = functions_and_operands("f", jnp.float32, *(functions.get(kind) for kind in KINDS), shape)
-    window = (None, 0 if options.get("is_causal") else None)
-    params = {"window": window, "soft_cap": options.get("logits_soft_cap"), "scale": given["query"].shape[-1] ** -0.5}
-    return interpreted.named(given) | operands, NO_OPTIONS | params | functions
 
 
 def run(operands, params):
@@ -311,9 +320,9 @@ def plan_of(functions, length=LENGTH, size=64, dtype="bfloat16", operation=primi
 
 
 def test_kernels_run_functions():
-    for length in (1, LENGTH):  # few queries are not decoded
+    for length, kind in ((1, DecodePlan), (LENGTH, ForwardPlan)):
         plan = plan_of({"mask_mod": MASKS["causal"], "score_mod": SCORES["cap"]}, length)
-        assert type(plan) is ForwardPlan
+        assert type(plan) is kind
         assert "score_mod and mask_mod in registers" in plan.describe()
 
 

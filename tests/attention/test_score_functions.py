@@ -320,16 +320,20 @@ def test_functions_that_differ_in_arrays_inside_differ(kind):
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_explain_says_that_the_reference_runs():
+def test_explain_says_what_runs():
     query = jax.ShapeDtypeStruct((1, 4096, 8, 128), jnp.bfloat16)
     slopes = jax.ShapeDtypeStruct((8,), jnp.float32)
 
-    def f(query, slopes):
-        return dot_product_attention(query, query, query, score_mod=lambda s, b, h, q, k: s * slopes[h])
+    def text(score_mod):
+        def f(query, slopes):
+            return dot_product_attention(query, query, query, score_mod=functools.partial(score_mod, slopes))
 
-    text = str(explain(f, query, slopes, gpu="h100"))
-    assert "-> xla" in text
-    assert "score_mod" in text
+        return str(explain(f, query, slopes, gpu="h100"))
+
+    assert "score_mod in registers" in text(lambda slopes, s, b, h, q, k: s * slopes[h])
+    refused = text(lambda slopes, s, b, h, q, k: s * jnp.sum(slopes))
+    assert "-> xla" in refused
+    assert "kernels have no functions with the operation reduce_sum" in refused
 
 
 @pytest.mark.usefixtures("tiles")

@@ -148,7 +148,7 @@ PAGED = {"query": Q} | PAGES | {"key_value_seq_lengths": np.ones(2, np.int32)}
 OF_PAGED = ("bias", "mask", "scale", "is_causal", "local_window_size", "query_offset", "logits_soft_cap", "sinks", "precision")
 SCALES = {"key_scale": {"None"}, "value_scale": {"None"}}
 OF_PAGED = (
-    {name: ATTENTION[name] for name in (*OF_PAGED, "implementation")}
+    {name: ATTENTION[name] for name in (*OF_PAGED, "score_mod", "mask_mod", "implementation")}
     | {"key_value_seq_lengths": {"ints"}, "return_lse": BOOLS}
     | SCALES
 )

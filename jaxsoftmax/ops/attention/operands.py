@@ -52,6 +52,7 @@ def _records(axes_of: dict[str, str]) -> tuple[Operand, ...]:
 
 OPERANDS, RESULTS = _records(_OPERANDS), _records(_RESULTS)
 _OTHERS = ("bias", "mask", "key_lengths", "query_offset", "sinks", "key_scale", "value_scale")
+_OTHERS += ("entries", "head_numbers", *TABLES)
 PAGED_OPERANDS = _records({name: (_OPERANDS | _PAGED)[name] for name in ("query", *_PAGED, *_OTHERS)})
 
 # The operands that have tangents and cotangents, those tangents, and the cotangents of the results.

@@ -27,8 +27,15 @@ from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._gpu import emit, schedule, sync, tickets, wgmma
 from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
 from jaxsoftmax.ops.attention import primitive
-from jaxsoftmax.ops.attention.mosaic_sm90 import backward, backward_pipeline, backward_plan, forward_pipeline, forward_plan
-from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import ForwardTiles
+from jaxsoftmax.ops.attention.mosaic_sm90 import (
+    backward,
+    backward_pipeline,
+    backward_plan,
+    decode,
+    forward_pipeline,
+    forward_plan,
+)
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import FoldedRows, ForwardTiles
 from jaxsoftmax.ops.attention.mosaic_sm90.functions import TileFunctions
 from jaxsoftmax.ops.attention.score_functions import wide_tables
 
@@ -142,7 +149,18 @@ def _load_transposed(ref, row, col, limits, shape, *, varies):
 
 
 def _store_product(ref, row, col, limits, values):
-    ref[pl.ds(row, values.shape[0]), pl.ds(col, values.shape[1])] = values
+    def store(first, part):
+        ref[pl.ds(row + first, part.shape[0]), pl.ds(col, part.shape[1])] = part
+
+    _store_rows(limits[0], values, store)
+
+
+def _store_rows(limit, values, store):
+    """Does `store(first, part)` for all rows at once, or one by one for those before a limit, as stores are not clipped."""
+    count = values.shape[0]
+    pl.when(limit >= count)(lambda: store(0, values))
+    each = pl.loop(0, jnp.where(limit >= count, 0, jnp.maximum(limit, 0)))
+    each(lambda i: store(i, lax.dynamic_slice_in_dim(values, i, 1)))
 
 
 def _load_product_rows(ref, start, limit, shape):
@@ -154,7 +172,10 @@ def _load_product_cols(ref, start, limit, shape):
 
 
 def _store_product_rows(ref, start, limit, values):
-    ref[pl.ds(start, values.shape[0])] = values
+    def store(first, part):
+        ref[pl.ds(start + first, part.shape[0])] = part
+
+    _store_rows(limit, values, store)
 
 
 def _any_above(product, limit, barrier=None):
@@ -171,23 +192,25 @@ def _results_of_functions(tile: TileFunctions, name, s, start):
 
     rows, columns = (first + lax.iota(jnp.int32, size) for first, size in zip((tile.first, start), s.shape, strict=True))
     query, key = (rows, columns) if tile.rows_are_queries else (columns, rows)
+    query, place = (operation(query, jnp.int32(tile.heads_per_query)) for operation in (lax.div, lax.rem))
+    head = tile.head * tile.heads_per_query + place
     query = query if tile.offset is None else query + tile.offset
     present = set(function.operands) & tile.operands.keys()
     query = line("query_numbers")[query] if "query_numbers" in present else query
     key = line("key_numbers")[key] if "key_numbers" in present else key
     entry = line("entries") if "entries" in present else 0
-    head = line("head_numbers")[tile.head] if "head_numbers" in present else tile.head
+    head = line("head_numbers")[head] if "head_numbers" in present else head
     tables = wide_tables([line(name) for name in function.tables])
 
-    def run(score, query, key):
+    def run(score, query, head, key):
         scores = [score] if function.takes_score else []
         numbers = (jnp.asarray(number, jnp.int32) for number in (entry, head, query, key))
         return jaxpr_as_fun(function.program)(*tables, *scores, *numbers)
 
     s = s * tile.scale if function.takes_score else s
     of_row, of_column = (0, None) if tile.rows_are_queries else (None, 0)
-    run = jax.vmap(run, (0, None if tile.rows_are_queries else 0, 0 if tile.rows_are_queries else None))
-    first, *others = jax.vmap(run, (0, of_row, of_column))(s, query, key)
+    run = jax.vmap(run, (0, of_column, of_column, of_row))
+    first, *others = jax.vmap(run, (0, of_row, of_row, of_column))(s, query, head, key)
     return [first / (tile.factor(name) or 1) if function.takes_score else first, *others]
 
 
@@ -232,9 +255,13 @@ STAND_INS = {
 }
 
 
-def attention(target, operands, **params):
-    """Returns output and log-sum-exp of attention, by the kernel that is planned for a target."""
-    plan = _plan(primitive.ATTENTION, target, operands, params)
+def attention(target, operands, *, operation=primitive.ATTENTION, **params):
+    """Returns output and log-sum-exp of attention, by the kernel that is planned for a target.
+
+    XLA folds the rows of few queries: boxes of several queries would be a second view of shared memory.
+    """
+    with mock.patch.object(decode, "FoldedRows", lambda heads_per_query, box: FoldedRows(heads_per_query)):
+        plan = _plan(operation, target, operands, params)
     object.__setattr__(plan.geometry, "by_ticket", False)
     return _run(plan, operands)
 

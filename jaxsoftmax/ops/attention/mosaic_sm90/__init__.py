@@ -96,7 +96,7 @@ def _plan_attention(problem: AttentionProblem, target: Target) -> ForwardPlan:
         else:
             prepare.append(without_pages)
     has_initial = not set(INITIAL_RESULTS).isdisjoint(problem.operands)
-    is_few = decode.serves(types["query"].shape) and not options["dropout_rate"] and not has_initial and not problem.functions
+    is_few = decode.serves(types["query"].shape) and not options["dropout_rate"] and not has_initial
     is_stored = "page_table" in types or (is_few and decode.serves_as_stored(*(types[n] for n in ("query", "key", "value"))))
     if not is_stored and not {"key_scale", "value_scale"}.isdisjoint(types):
         prepare.append(dequantised)

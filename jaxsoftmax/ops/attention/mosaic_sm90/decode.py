@@ -7,7 +7,7 @@ divides the key blocks that it sees evenly: a cache of 32768 keys with 4096 in u
 reads a full one. What a sequence's own queries see decides where its splits begin, so its bits do not depend on the other
 sequences of its batch. A split without a key block that a row sees is neither read nor computed.
 
-Keys and values may be in pages, and of 8 bits (`forward_formats`).
+Keys and values may be in pages, and of 8 bits (`forward_formats`). Functions of scores get a head and a query for each row.
 
 Reads K and V once, and writes and reads `8 * Hv` bytes for each split of a row.
 Source: Dao, Haziza, Massa, Sizov 2023, "Flash-Decoding for long-context inference"; Milakov and Gimelshein 2018,
@@ -42,6 +42,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import (
     sizes_on_chip,
     with_tables,
 )
+from jaxsoftmax.ops.attention.mosaic_sm90.functions import factor_of_changed
 from jaxsoftmax.ops.attention.operands import batch_of
 
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)  # keys of a page that is read where it is: it fits a key block, or a block fits it
@@ -145,11 +146,12 @@ def shape_decoding(types: Mapping[str, Any], target: Target, **options: Any) -> 
     group = heads // key_heads
     is_strided = length > 1 and ROWS % group == 0 and query.dtype != jnp.float32  # one query needs no strides
     has_reach = "mask" in types and (key_heads == 1 or types["mask"].shape[-3] == 1)  # the heads that share keys are folded
-    names = with_tables(types, has_reach)
+    names = with_tables(types, has_reach, options.get("mask_mod") is not None)
     n_tiles = math.prod(batch) * key_heads * halves(value_size) * -(-n_rows // (ROWS * config.consumers))
     splits = splits_for(n_tiles, -(-keys // config.block_kv), target.multiprocessors, bool(set(FACTS) & names))
     shapes: dict[str, Any] = {"batch": batch, "query": (n_rows, key_heads, size), "key": (keys, key_heads, size)}
     shapes |= {"value_size": value_size, "dtype": query.dtype, "names": names, "multiprocessors": target.multiprocessors}
+    shapes |= {"changed_factor": factor_of_changed({**types, "key": key}, **options)}  # it does not depend on lengths
     rows = FoldedRows(group, group if is_strided else None)
     return ForwardGeometry(**shapes, **options, config=config, rows=rows, splits=splits, pages=pages, bytes_dtype=bytes_dtype)
 

@@ -328,7 +328,8 @@ class ForwardScores:
             at = {"b": tile.b, "head": tile.head, "first": first}
             at |= {"offset": tile.offset} if "query_offset" in operands else {}
             at |= {"scale": geometry.scale, "ends": (geometry.blocks_q * geometry.block_q, geometry.blocks_kv * self.shape[1])}
-            lengths = geometry.query[0], geometry.key[0]
+            at |= {"heads_per_query": geometry.rows.heads_per_query}
+            lengths = geometry.queries, geometry.key[0]
             self.functions = TileFunctions(geometry.functions, operands, lengths, self.shape[1], **at)
 
     def masked(self, s, mask, block, *, banded):

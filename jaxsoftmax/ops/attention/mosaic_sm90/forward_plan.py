@@ -423,7 +423,8 @@ class ForwardGeometry(AttentionGeometry):
         spans = (self.seen(lengths, *self.rows.queries_from(first, self.block_q, HOST), HOST) for first in starts)
         parts = (self.part(*span, split, HOST) for span in spans for split in range(self.splits))
         sizes = [max(high - low, 1) for low, high in parts]
-        if self.mask_mod is None or (counts := self._shown()) is None:
+        # Splits divide what a mask function shows to few queries evenly.
+        if self.mask_mod is None or isinstance(self.rows, FoldedRows) or (counts := self._shown()) is None:
             return tuple(sizes)
         return tuple(max(min(pair), 1) for pair in zip(sizes, counts, strict=True))
 
@@ -555,11 +556,20 @@ def make_tables(geometry: ForwardGeometry, operands: Mapping[str, jax.Array]) ->
         if "query_segments" in geometry.names:
             spans.append(key_blocks.find_segment_spans(operands["query_segments"], operands["key_segments"], *sizes))
         if geometry.mask_mod is not None:
-            spans.append(mask_blocks.find_block_spans(geometry.mask_mod, operands, lengths, *sizes))
+            spans.append(_find_spans_of_function(geometry, operands))
         result["ranges"] = spans[0] if len(spans) == 1 else key_blocks.intersect_spans(*spans)
     if "mask_reach" in geometry.names:
         result["mask_reach"] = key_blocks.measure_mask(operands["mask"], lengths, *sizes)
     return result
+
+
+def _find_spans_of_function(geometry, operands):
+    """Finds the key blocks that the mask function shows to each block of rows: folded ones get those of all the few queries."""
+    is_folded = isinstance(geometry.rows, FoldedRows)
+    block_q = geometry.queries if is_folded else geometry.block_q
+    lengths = geometry.queries, geometry.key[0]
+    spans = mask_blocks.find_block_spans(geometry.mask_mod, operands, lengths, block_q, geometry.config.block_kv)
+    return jnp.broadcast_to(spans, (*spans.shape[:-2], geometry.blocks_q, 4))
 
 
 @dataclass(frozen=True)

@@ -1144,6 +1144,7 @@ class TileFunctions:
         first,
         offset=None,
         rows_are_queries: bool = True,
+        heads_per_query: int = 1,
         scale: float = 1.0,
         ends: tuple[float, float] = (math.inf, math.inf),
     ):
@@ -1155,16 +1156,18 @@ class TileFunctions:
           lengths: numbers of queries and keys.
           columns: columns of a block.
           b: batch entry.
-          head: number of the query head.
+          head: number of the query head; of the key head where rows of several heads are folded.
           first: index of the first row.
           offset: position of query 0, or None for 0.
           rows_are_queries: True if rows are queries, False if they are keys.
+          heads_per_query: query heads that have a row of each query, folded as `FoldedRows` says.
           scale: factor of the products that are handed over as scores.
           ends: index behind the last row and the last column of all tiles.
         """
         self.scale, self.bounds = scale, tuple((0, end - 1) for end in ends)
         self.functions, self.operands, self.lengths, self.columns = functions, operands, lengths, columns
         self.b, self.head, self.first, self.offset, self.rows_are_queries = b, head, first, offset, rows_are_queries
+        self.heads_per_query = heads_per_query
         self._loaded = {name: self._load(function) for name, function in functions.items()}
 
     def changed(self, s: jax.Array, start) -> jax.Array:
@@ -1233,6 +1236,12 @@ class TileFunctions:
         dtypes = {name: jnp.dtype(self.operands[name].ref.dtype) for name in self._present(function)}
         query, key = (rows, columns) if self.rows_are_queries else (columns, rows)
         offset = (self.offset is not None) if offset is None else offset
+        if (count := self.heads_per_query) > 1:  # each row has a head of its own
+            first = evaluation.times(head or Value(NUMBER, _INDEX, bounds=NATURAL), count)
+            query, place = (evaluation.compute(name, rows, _known(count, _INDEX)) for name in ("div", "rem"))
+            head = evaluation.plus(first, place)
+        if self.rows_are_queries and self.lengths[0] == 1:  # other rows are of no query: what heads share is computed once
+            query = _known(0, _INDEX)
         return _arguments(function, evaluation, dtypes, query, key, self.lengths, offset, head, score)
 
     def _load(self, function) -> dict[int, tuple[Value, Any]]:
