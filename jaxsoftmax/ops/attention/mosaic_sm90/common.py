@@ -56,6 +56,7 @@ class AttentionGeometry(schedule.TiledGeometry):
     dropout_rate: float
     score_mod: Any = field(default=None, kw_only=True)  # traced function that changes scores, or None
     mask_mod: Any = field(default=None, kw_only=True)  # traced function that hides keys, or None
+    has_lists: bool = field(default=False, kw_only=True)  # tiles visit lists of blocks, which have no holes: see `lists`
 
 
 def shapes_of(types: Mapping[str, Any], target: Target) -> dict[str, Any]:
