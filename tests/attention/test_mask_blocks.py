@@ -16,6 +16,7 @@ from jaxsoftmax.ops.attention.mask_blocks import EMPTY, FULL, PARTIAL
 from jaxsoftmax.ops.attention.score_functions import functions_and_operands, wide_tables
 
 BATCH, HEADS = 2, 3
+RNG = np.random.default_rng(0)
 
 
 def traced(mask):
@@ -337,6 +338,8 @@ TABLES = {
     "powers of heads": lambda b, h, q, k: q - k < 2 ** (h + 1),
     "distances": lambda b, h, q, k: jnp.asarray(np.arange(96) < 40)[jnp.abs(q - k)],
     "blocks": lambda b, h, q, k: jnp.asarray(np.eye(6, dtype=bool))[q // 16, k // 16],
+    "heads and blocks": lambda b, h, q, k: jnp.asarray(RNG.random((HEADS, 6, 6)) < 0.4)[h, q // 16, k // 16],
+    "entries and blocks": lambda b, h, q, k: jnp.asarray(RNG.random((BATCH, 6, 6)) < 0.4)[b, q // 16, k // 16],
     "small blocks": lambda b, h, q, k: jnp.asarray(np.tri(12, dtype=bool))[q // 8, k // 8],
     "flags": lambda b, h, q, k: jnp.asarray(np.arange(96) // 20 % 2 == 0)[k],
     "nothing that varies": lambda b, h, q, k: (jnp.asarray(DOCUMENTS)[b, q] >= 0) & (q >= k),

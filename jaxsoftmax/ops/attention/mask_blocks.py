@@ -131,17 +131,13 @@ def find_block_spans(
       nothing depends on them. It holds for all heads. A constant if the function depends on nothing but positions.
     """
     batch_axes = operands["query"].ndim - 3
-    names = [*function.table_names]
-    names += [name for name, argument in (("entries", "batch"), ("head_numbers", "head")) if argument in function.used]
-    names += [name for name in ("query_offset", "query_numbers", "key_numbers") if operands.get(name) is not None]
-    batch = lax.broadcast_shapes(*(_batch_of(name, operands[name]) for name in names), (1,) * batch_axes)
-    heads = operands["head_numbers"].shape[-1] if "head" in function.used else 1
-    factor = _joined(lengths, block_q, block_kv, math.prod(batch) * heads)
+    names, factor = operands_of(function, operands), _joined_for(function, operands, lengths, block_q, block_kv)
 
     def run(operands):  # the program of an inner function: `custom_partitioning` takes no other constants
-        grid = _Grid(tuple(lengths), (factor * block_q, factor * block_kv), batch_axes + 1)
-        blocks = _Evaluator(grid).result(function, _inputs(function, operands, grid))
-        seen, whole, counts = blocks.high.any(-3), blocks.low.all(-3), grid.counts
+        sizes = factor * block_q, factor * block_kv
+        seen, whole = mark_blocks(function, operands, lengths, *sizes, batch_axes)
+        seen, whole = seen.any(-3), whole.all(-3)
+        counts = _Grid(tuple(lengths), sizes, 1).counts
         if by_keys:
             seen, whole, counts = seen.swapaxes(-1, -2), whole.swapaxes(-1, -2), counts[::-1]
         return _spans(seen, whole, *counts)
@@ -222,6 +218,68 @@ def _is_of_distance(jaxpr) -> bool:
         elif all(map(is_of_distance, eqn.invars)):
             of_distance |= set(eqn.outvars)
     return all(map(is_of_distance, jaxpr.outvars))
+
+
+def operands_of(function: TracedFunction, operands: Mapping[str, Any]) -> list[str]:
+    """Lists the names of the operands that say which blocks a mask function shows."""
+    names = [*function.table_names]
+    names += [name for name, argument in (("entries", "batch"), ("head_numbers", "head")) if argument in function.used]
+    return names + [name for name in ("query_offset", "query_numbers", "key_numbers") if operands.get(name) is not None]
+
+
+def mark_blocks(
+    function: TracedFunction,
+    operands: Mapping[str, Any],
+    lengths: tuple[int, int],
+    block_q: int,
+    block_kv: int,
+    batch_axes: int,
+) -> tuple[Any, Any]:
+    """Marks the blocks that a mask function does not leave empty, and those that are whole.
+
+    `operands` are those of `operands_of`, and `batch_axes` the number of batch axes.
+
+    Returns:
+      Two arrays of bool `[*batch, heads, query_blocks, key_blocks]`, with axes of size 1 where nothing varies. They are numpy
+      arrays if they are known while tracing.
+    """
+    grid = _Grid(tuple(lengths), (block_q, block_kv), batch_axes + 1)
+    blocks = _Evaluator(grid).result(function, _inputs(function, operands, grid))
+    return blocks.high, blocks.low
+
+
+def has_holes(
+    function: TracedFunction,
+    lengths: tuple[int, int],
+    block_q: int,
+    block_kv: int,
+    *,
+    by_keys: bool = False,
+    has_offset: bool = False,
+) -> bool:
+    """Tells whether spans of blocks have holes that are known while tracing, empty blocks or a second run of whole ones.
+
+    Arguments are those of `counts`.
+    """
+    kinds = classify(function, lengths, block_q, block_kv, has_offset=has_offset)
+    kinds = kinds.T if by_keys else kinds
+    seen, whole = kinds != EMPTY, kinds == FULL
+    start, stop, first, last = np.moveaxis(np.asarray(_spans(seen, whole, *kinds.shape)), -1, 0)
+    return bool(np.any((seen.sum(1) < stop - start) | (whole.sum(1) > last - first)))
+
+
+def fits_grid(
+    function: TracedFunction, types: Mapping[str, Any], lengths: tuple[int, int], block_q: int, block_kv: int
+) -> bool:
+    """Returns True if no blocks are joined for operands of these types, as there are at most `LARGEST_GRID`."""
+    return _joined_for(function, types, lengths, block_q, block_kv) == 1
+
+
+def _joined_for(function, operands, lengths, block_q, block_kv):
+    """Returns how many blocks along both axes count as one for these operands, or their types."""
+    batch = lax.broadcast_shapes(*(_batch_of(name, operands[name]) for name in operands_of(function, operands)), ())
+    heads = operands["head_numbers"].shape[-1] if "head" in function.used else 1
+    return _joined(lengths, block_q, block_kv, math.prod(batch) * heads)
 
 
 def _batch_of(name, array):
@@ -562,14 +620,22 @@ class _Evaluator:
         if not isinstance(table, _Points) or table.axis is not None or isinstance(table.array, np.ndarray):
             return None
         blocks = [self._blocks(x, v.aval.dtype) for x, v in zip(indices, eqn.invars[1:], strict=True)]
-        if not all(isinstance(x, np.ndarray) for block in blocks for x in (block.low, block.high)):
-            return None
-        sizes = [int(np.max(block.high.astype(np.int64) - block.low)) + 1 for block in blocks]
+        sizes: list[int] = []
+        for block in blocks:
+            if block.low is block.high:  # one index for all of a block, such as that of the head
+                sizes.append(1)
+            elif isinstance(block.low, np.ndarray) and isinstance(block.high, np.ndarray):
+                sizes.append(int(np.max(block.high.astype(np.int64) - block.low)) + 1)
+            else:
+                return None
         if math.prod(sizes) > _LARGEST_LOAD:
             return None
         array, axes, loaded = jnp.asarray(table.array), self.grid.axes + 2, []
         for steps in itertools.product(*map(range, sizes)):
-            places = [np.minimum(x.low + x.low.dtype.type(step), x.high) for x, step in zip(blocks, steps, strict=True)]
+            places = [
+                x.low if size == 1 else np.minimum(x.low + x.low.dtype.type(step), x.high)
+                for x, size, step in zip(blocks, sizes, steps, strict=True)
+            ]
             operands = [jnp.expand_dims(array, axes - 1), *places]
             values = map_over_axes(axes, lambda *operands: apply(eqn, operands)[0], operands)
             loaded.append(values.reshape(values.shape[:axes]))

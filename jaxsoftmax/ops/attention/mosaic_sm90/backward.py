@@ -431,20 +431,22 @@ class BackwardProducer(BackwardRole):
     def __call__(self, tile, steps):
         """Copies what a tile needs; returns the number of steps so far."""
         first, total = tile.block * self.geometry.block_kv, self.geometry.heads_per_tile * tile.count
-        pl.when(total > 0)(lambda: self._copy_queries(tile, steps, 0))
+        pl.when(total > 0)(lambda: self._copy_queries(tile, steps, 0, tile.entry))
         self._copy_keys_and_values(tile, first)
 
-        def copy_rest(i):
-            self._copy_cotangents(tile, steps, i)
+        def copy_rest(i, entry):
+            self._copy_cotangents(tile, steps, i, entry)
             if self.geometry.config.stages_bias:
-                self._copy_bias(tile, first, i)
+                self._copy_bias(tile, first, i, entry)
 
-        pl.when(total > 0)(lambda: copy_rest(0))
+        pl.when(total > 0)(lambda: copy_rest(0, tile.entry))
 
-        @pl.loop(1, total)
-        def _(i):
-            self._copy_queries(tile, steps, i)
-            copy_rest(i)
+        @pl.loop(1, total, init_carry=self.load_entry(tile, jnp.int32(1)))
+        def _(i, entry=None):
+            following = self.load_entry(tile, i + 1)
+            self._copy_queries(tile, steps, i, entry)
+            copy_rest(i, entry)
+            return following
 
         return steps + total
 
@@ -476,11 +478,11 @@ class BackwardProducer(BackwardRole):
             def _(i):
                 plgpu.copy_gmem_to_smem(source.at[(*place, pl.ds(i * ROWS, tail))], slots_of_tail.at[stage, 0], full)
 
-    def _copy_bias(self, tile, first, i):
+    def _copy_bias(self, tile, first, i, entry):
         """Copies the bias of step `i` of a tile, whose keys are from `first` on."""
         bias, staged = self.operands["bias"], self.memory["bias"]
         halves, chunks = staged.shape[:2]
-        head, block = self.head_and_block(tile, i)
+        head, block = self.head_and_block(tile, i, entry)
         plgpu.barrier_wait(self.memory["bias_empty"])
         for half, chunk in itertools.product(range(halves), range(chunks)):
             rows = pl.ds(block * self.geometry.config.block_q + chunk * ROWS, ROWS)
@@ -516,10 +518,10 @@ class BackwardProducer(BackwardRole):
             place = tile.b, pl.ds(first + half * ROWS, ROWS), tile.head
             self.copy_terms("value", place, self.terms("v", half), memory["v_full"])
 
-    def _copy_queries(self, tile, steps, i):
+    def _copy_queries(self, tile, steps, i, entry):
         """Copies queries and log-sum-exp of step `i` of a tile."""
         refs, memory, size = self.refs, self.memory, self.geometry.config.block_q
-        head, block = self.head_and_block(tile, i)
+        head, block = self.head_and_block(tile, i, entry)
         rows, (stage, _) = pl.ds(block * size, size), self.stages(steps + i)
         full = memory["q_full"].at[stage]
         plgpu.barrier_wait(memory["q_empty"].at[stage])
@@ -529,10 +531,10 @@ class BackwardProducer(BackwardRole):
             ids = self.operands["query_segments"]
             plgpu.copy_gmem_to_smem(ids.ref.at[ids.index(tile.b), rows], memory["q_segments"].at[stage], full)
 
-    def _copy_cotangents(self, tile, steps, i):
+    def _copy_cotangents(self, tile, steps, i, entry):
         """Copies output cotangents and delta of step `i` of a tile."""
         refs, memory, size = self.refs, self.memory, self.geometry.config.block_q
-        head, block = self.head_and_block(tile, i)
+        head, block = self.head_and_block(tile, i, entry)
         rows, (_, stage) = pl.ds(block * size, size), self.stages(steps + i)
         plgpu.barrier_wait(memory["do_empty"].at[stage])
         self._copy_rows("d_out", "do", (tile.b, rows, head), stage, memory["do_full"].at[stage])
@@ -559,7 +561,7 @@ class TurnAdder(BackwardRole):
         @pl.loop(0, lax.div(total - first + ADDERS - 1, jnp.int32(ADDERS)))
         def _(i):
             i = first + i * ADDERS
-            head, block = self.head_and_block(tile, i)
+            head, block = self.head_and_block(tile, i, self.load_entry(tile, i))
             turn = (tile.b * geometry.query[1] + head) * geometry.blocks_q + block
             if geometry.is_paired:  # each block of threads has turns for its columns
                 turn = 2 * turn + self.rank

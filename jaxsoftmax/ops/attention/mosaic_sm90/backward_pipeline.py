@@ -58,6 +58,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxsoftmax._gpu import sync, wgmma
+from jaxsoftmax.ops.attention.mosaic_sm90 import lists
 from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import (
     ADDERS,
     CONSUMERS,
@@ -102,8 +103,9 @@ class BackwardTile:
     number: Any  # among the tiles of the group
     block: Any  # of keys
     other_block: Any  # of keys, that the other block of threads has; None if there is none
-    low: Any  # first block of queries that the tile visits
+    low: Any  # first block of queries that the tile visits; 0 with a list
     count: Any  # blocks of queries of each query head
+    entry: Any  # the first one of its list, or None if it has none
     whole_from: Any  # first of the blocks whose queries see all keys
     whole_to: Any  # the one behind the last of those
     lengths: tuple[Any, Any]  # numbers of queries and keys of the batch entry
@@ -160,7 +162,12 @@ class BackwardRole:
         lengths = []
         for name, size in zip(("query_lengths", "key_lengths"), geometry.lengths, strict=True):
             lengths.append(jnp.clip(operands[name][b], 0, size) if name in operands else size)
-        if "spans" in operands:
+        entry = None
+        if geometry.has_lists:
+            low, whole_from, whole_to = 0, None, None
+            n_blocks = geometry.tiles_of_head * geometry.blocks_per_tile
+            high, entry = (lists.load(operands["spans"], n_blocks, b, group, block, i) for i in range(2))
+        elif "spans" in operands:
             low, high, whole_from, whole_to = (operands["spans"][b, block, i] for i in range(4))
         else:
             (low, high), (whole_from, whole_to) = geometry.visited(tile, KERNEL), geometry.span(block, KERNEL)[2:]
@@ -172,7 +179,7 @@ class BackwardRole:
         count = high - low
         if cut is not None:
             low, count = low + jnp.where(cut < 0, 0, skipped), jnp.where(cut < 0, count, left)
-        limits = low, count, whole_from, whole_to
+        limits = low, count, entry, whole_from, whole_to
         goes_up = False if ordinal is None else lax.rem(ordinal, jnp.int32(2)) != 0
         return BackwardTile(b, head, group, tile, block, other_block, *limits, (lengths[0], lengths[1]), offset, cut, goes_up)
 
@@ -186,8 +193,17 @@ class BackwardRole:
         """Number of the block of threads in its cluster."""
         return lax.axis_index("rank") if self.geometry.is_paired else 0
 
-    def head_and_block(self, tile, i):
-        """Returns the query head and the block of queries of step `i` of a tile.
+    def load_entry(self, tile, i):
+        """Loads the entry of step `i` in the list of a tile, or None if it has none."""
+        if not self.geometry.has_lists:
+            return None
+        if self.geometry.heads_per_tile > 1:  # each head visits all of the list
+            i = lax.rem(i, jnp.maximum(tile.count, 1))
+        n_blocks = self.geometry.tiles_of_head * self.geometry.blocks_per_tile
+        return lists.load_entry(self.operands["spans"], n_blocks, tile.b, tile.group, tile.block, i)
+
+    def head_and_block(self, tile, i, entry=None):
+        """Returns the query head and the block of queries of step `i` of a tile; `entry` is that of its list, if it has one.
 
         Queries pass from the last block to the first, one head after the other, so that tiles which start together are at the
         same queries at the same time, causal ones too. `BackwardGeometry.alternates` describes the other order.
@@ -198,12 +214,15 @@ class BackwardRole:
             place = jnp.where(tile.goes_up, place, tile.count - 1 - place)
         else:
             head, place = (lax.div(i, tile.count), lax.rem(i, tile.count)) if heads > 1 else (0, i)
-            place = tile.count - 1 - place
+            place = tile.count - 1 - place if entry is None else lists.block_of(entry)
         return tile.group * heads + head, tile.low + place
 
-    def next_head_and_block(self, tile, head, block):
+    def next_head_and_block(self, tile, head, block, entry=None):
         """Returns the query head and the block of queries of the step after one of a tile, as `head_and_block` counts them."""
         heads = self.geometry.heads_per_tile
+        if entry is not None:  # blocks go down in a list: the next head starts where they do not
+            following = lists.block_of(entry)
+            return head if heads == 1 else jnp.where(following < block, head, head + 1), following
         if heads == 1:
             return head, block - 1
         if self.geometry.alternates:
@@ -500,25 +519,29 @@ class BackwardConsumer(BackwardRole):
             # If ptxas knows that the number of heads divides the total, it spills five times as much (head size 128, causal).
             total += hidden_zero(steps, 0)
 
-        def visit(sums, index, head, block, is_first=False):
+        def visit(sums, index, head, block, *, entry, is_first=False):
             # A branch in the step, where queries are to be masked. The first call of a gradient took 8.8 s with a loop for
             # each kind of step, and 4.3 s with one loop (head size 128, causal). The kernel takes 1.003 of the time of
             # several loops at head size 64, 0.98 to 1.013 at 128, 1.009 at 256 (causal, 512 to 16384 tokens, on an H200),
             # and 1.017 with segments.
-            banded = scores.is_banded and (block < tile.whole_from) | (block >= tile.whole_to)
+            if entry is None:
+                banded = scores.is_banded and (block < tile.whole_from) | (block >= tile.whole_to)
+            else:
+                banded = lists.is_partial(entry)
             current = BackwardStep(head, block, banded, index, is_first, *self.stages(index))
             return current, self.step(scores, current, sums)
 
         def visit_next(sums, i, before):
-            head, block = self.next_head_and_block(tile, *before)
-            current, dq = visit(sums, steps + i, head, block)
+            entry = self.load_entry(tile, i)  # which ends while the scores are multiplied
+            head, block = self.next_head_and_block(tile, *before, entry=entry)
+            current, dq = visit(sums, steps + i, head, block, entry=entry)
             self.add(tile, steps + i - 1, *before, dq=dq, is_empty=geometry.is_empty_early)
             self.end_step(current)
             return [head, block]
 
         def visit_all(sums):
-            first = list(self.head_and_block(tile, 0))
-            current, _ = visit(sums, steps, *first, is_first=True)
+            first = list(self.head_and_block(tile, 0, tile.entry))
+            current, _ = visit(sums, steps, *first, entry=tile.entry, is_first=True)
             self.end_step(current)
             # The query head and the block of queries of the step before pass from step to step.
             last = lax.fori_loop(1, total, functools.partial(visit_next, sums), first)

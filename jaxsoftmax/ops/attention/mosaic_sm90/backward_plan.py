@@ -11,12 +11,14 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.extend.core import ClosedJaxpr, Literal
 
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu import schedule
 from jaxsoftmax.ops.attention import key_blocks, mask_blocks
+from jaxsoftmax.ops.attention.mosaic_sm90 import lists
 from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     HOST,
     KERNEL,
@@ -351,6 +353,7 @@ class BackwardGeometry(AttentionGeometry):
         parts += ["queries go down and up by turns"] if self.alternates else []
         parts += ["dQ added in the order of turns"] if self.is_deterministic else []
         parts += ["bias copied by TMA"] if config.stages_bias else []
+        parts += ["lists of blocks of queries"] if self.has_lists else []
         parts += [] if self.bias_gradient is BiasGradient.NONE else [self.bias_gradient.value]
         return ", ".join(parts)
 
@@ -415,8 +418,14 @@ class BackwardGeometry(AttentionGeometry):
         """Computes the `span` of every block of keys from operands, `mask_mod` and `seen`: int32 `[*batch, blocks_kv, 4]`.
 
         Blocks of keys that share a tile visit the same blocks of queries. `seen` says which blocks of queries a mask lets see a
-        block of keys, or is None.
+        block of keys, or is None. With lists the result is what `list_blocks` returns.
         """
+        if self.has_lists:
+            # Turns are counted for all heads together.
+            heads_per_list = self.query[1] if self.is_deterministic else self.heads_per_tile
+            options = {"by_keys": True, "sharers": self.blocks_per_tile, "heads_per_list": heads_per_list}
+            blocks = self.config.block_q, self.block_kv
+            return lists.list_blocks(self.mask_mod, operands, self.lengths, blocks, self.window, **options)
         lengths = [
             jnp.clip(operands[name][..., None], 0, size) if name in operands else jnp.int32(size)
             for name, size in zip(("query_lengths", "key_lengths"), self.lengths, strict=True)
@@ -461,8 +470,10 @@ class BackwardGeometry(AttentionGeometry):
         return jnp.cumsum(visits, -2, dtype=jnp.int32) - visits
 
     def _visits(self, spans: jax.Array) -> jax.Array:
-        """Says which blocks of queries are in each span: 1 or 0, int32 `[batch, spans.shape[-2], blocks_q]`."""
+        """Says which blocks of queries are in each span or list: 1 or 0, int32 `[batch, spans.shape[-2], blocks_q]`."""
         spans = jnp.broadcast_to(spans, (*self.batch, *spans.shape[-2:])).reshape(-1, *spans.shape[-2:])
+        if self.has_lists:
+            return lists.visited(spans, self.blocks_q).astype(jnp.int32)
         block = jnp.arange(self.blocks_q, dtype=jnp.int32).reshape(1, 1, -1)
         return ((spans[..., 0, None] <= block) & (block < spans[..., 1, None])).astype(jnp.int32)
 
@@ -495,9 +506,20 @@ class BackwardGeometry(AttentionGeometry):
     def costs(self) -> tuple[int, ...]:
         """Counts the steps of each tile, or says 1 for all where only then tiles come in the order of turns."""
         spans = (self.visited(tile, HOST) for tile in range(self.tiles_of_head))
-        costs = tuple(self.heads_per_tile * max(high - low, 0) for low, high in spans)
+        sizes = [max(high - low, 0) for low, high in spans]
+        if self.has_lists:
+            sizes = map(min, sizes, self._shown())
+        costs = tuple(self.heads_per_tile * size for size in sizes)
         is_other_order = self.is_deterministic and any(a < b for a, b in itertools.pairwise(costs))
         return (1,) * len(costs) if is_other_order else costs
+
+    def _shown(self) -> list[int]:
+        """Counts the blocks of queries of each tile that are not known to be hidden by the mask function while tracing."""
+        kinds = mask_blocks.classify(
+            self.mask_mod, self.lengths, self.config.block_q, self.block_kv, has_offset=not lists.UNKNOWN.isdisjoint(self.names)
+        )
+        seen = lists.share(np.swapaxes(kinds != mask_blocks.EMPTY, 0, 1), self.blocks_per_tile)
+        return [int(count) for count in seen[:: self.blocks_per_tile].sum(1)]
 
     def n_heads_at_once(self, costs: tuple[int, ...]) -> int:
         """Returns the number of heads whose tiles are handed out together: as in the forward kernel, with queries for keys.
@@ -716,6 +738,9 @@ def shape_backward(
         tables=tuple(name for name in wanted if name in TABLES),
         is_varying=has_limits or has_mask_mod or ("mask" in types and key_blocks.is_shared(types["mask"])),
     )
+    plain = shape(config=config)
+    has_lists = lists.pays_to_list(plain.mask_mod, types, config.block_q, plain.block_kv, by_keys=True)
+    shape = functools.partial(shape, has_lists=has_lists)
     plain = shape(config=config)
     if "bias" in types and _varies(types) and _is_of_16_bits(types):
         staged = shape(config=replace(config, stages=(2, config.stages[1]), stages_bias=True))

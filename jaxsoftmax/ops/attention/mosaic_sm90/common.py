@@ -59,6 +59,7 @@ class AttentionGeometry(schedule.TiledGeometry):
     # Factor of what the score function leaves in registers. None where that is a score itself, which may be as large as
     # `finfo.min`.
     changed_factor: float | None = field(default=None, kw_only=True)
+    has_lists: bool = field(default=False, kw_only=True)  # tiles visit lists of blocks, which have no holes: see `lists`
 
     @property
     def score_factor(self) -> float | None:

@@ -13,7 +13,8 @@ three times as many in float32.
 Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608, section 3.
 
 This file has the launch and the division of work among warpgroups, `forward_pipeline` what these do, `forward_formats` how they
-get pages, float32 and 8 bits, and `forward_plan` which rows are in a tile and which key blocks they visit.
+get pages, float32 and 8 bits, and `forward_plan` which rows are in a tile and which key blocks they visit: those of `lists` if
+a mask function leaves holes.
 """
 
 import functools

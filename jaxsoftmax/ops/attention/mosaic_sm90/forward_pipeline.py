@@ -35,6 +35,7 @@ from jax.experimental import pallas as pl
 from jaxsoftmax import online
 from jaxsoftmax._gpu import sync, wgmma
 from jaxsoftmax.online import State
+from jaxsoftmax.ops.attention.mosaic_sm90 import lists
 from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     COL_LAYOUT,
     LOG2E,
@@ -262,12 +263,19 @@ class ForwardProducer:
 
         def copy_block(name, i, looked_up):
             slot = copies.slot(name, steps + i)
-            first = (tile.high - 1 - i) * config.block_kv
+            block = lists.block_of(looked_up[0]) if geometry.has_lists else tile.high - 1 - i
+            first = block * config.block_kv
             copies.copy(name, slot, tile, first, config.block_kv, key_head, looked_up)
+
+        def look_up(i, before):
+            """Loads what copies of key block `i` have to know. From a list this is its entry, and the one behind it."""
+            if geometry.has_lists:
+                return [before[1], tile.load_entry(geometry, copies.operands, i + 1)]
+            return copies.look_up(tile, jnp.maximum(tile.high - 1 - i, 0))
 
         def copy_step(i, before, has_keys=True, has_queries=False, has_values=True):
             """Copies keys `i`, the queries behind the first keys, and values `i - 1`, with what was looked up before."""
-            following = copies.look_up(tile, jnp.maximum(tile.high - 1 - i, 0))
+            following = look_up(i, before)
             if "k" in self.letters:
                 pl.when(has_keys)(lambda: copy_block("key", i, following))
             if "q" in self.letters:
@@ -281,9 +289,9 @@ class ForwardProducer:
             none = [jnp.int32(0)] * pages.count_in_block(config.block_kv)
             lax.fori_loop(0, count + 1, lambda i, before: copy_step(i, before, i < count, i == 0, i > 0), none)
             return
-        copy_step(0, [], has_queries=True, has_values=False)
-        lax.fori_loop(1, count, copy_step, [])
-        copy_step(count, [], has_keys=False)
+        before = copy_step(0, [tile.ranges[1]] * 2 if geometry.has_lists else [], has_queries=True, has_values=False)
+        before = lax.fori_loop(1, count, copy_step, before)
+        copy_step(count, before, has_keys=False)
 
 
 class ForwardScores:
@@ -379,7 +387,9 @@ class ForwardScores:
     def _banded(self, s, block):
         """Returns the scores of a key block, `-inf` where segments, the mask function, the window or lengths hide the key."""
         start = block * self.shape[1]
-        if self.tile.ranges:
+        if self.geometry.has_lists:
+            s = self._selected(s, block)
+        elif self.tile.ranges:
             _, _, whole_from, whole_to = self.tile.ranges
             several = (block < whole_from) | (block >= whole_to)
             s = lax.cond(several, lambda s: self._selected(s, block), lambda s: s, s)
@@ -472,10 +482,15 @@ class ForwardConsumer:
         return visit(tile, steps, lambda: self._attend(tile, first, steps))
 
     def _attend(self, tile, first, steps):
-        """Computes the rows from `first` on, and leaves key blocks that only other rows of the tile see to their consumers."""
-        low, high = self.tiles.seen(tile.lengths, tile.offset, first, ROWS)
-        high = jnp.clip(high, tile.low + 1, tile.high)
-        low = jnp.clip(low, tile.low, high - 1)
+        """Computes the rows from `first` on, and leaves key blocks that only other rows of the tile see to their consumers.
+
+        All rows visit all of a list.
+        """
+        low, high = tile.low, tile.high
+        if not self.geometry.has_lists:
+            low, high = self.tiles.seen(tile.lengths, tile.offset, first, ROWS)
+            high = jnp.clip(high, tile.low + 1, tile.high)
+            low = jnp.clip(low, tile.low, high - 1)
         start, end = steps + tile.high - high, steps + tile.high - low
         top = tile.high - 1 + steps
         scores = self._scores(tile, first, functools.partial(self._load_segments, tile, top))
@@ -555,8 +570,8 @@ class ForwardConsumer:
 class ForwardPipeline:
     """The pipeline of a consumer for its rows of a tile, from `first` on.
 
-    They push a key block in each step from `start` to before `end`: step `i` pushes the key block `top - i`. Three numbers,
-    as registers are short in the loop.
+    They push a key block in each step from `start` to before `end`: step `i` pushes the key block `top - i`, or that of entry
+    `i - start` of the tile's list. Three numbers, as registers are short in the loop.
     """
 
     consumer: ForwardConsumer
@@ -577,22 +592,23 @@ class ForwardPipeline:
 
         # S = Q K' of the first key block.
         start, o = self._start()
+        entry = self.tile.ranges[1] if geometry.has_lists else None
         queries = slots.take_queries(consumer, self.tile, self.first)
         multiply_first = functools.partial(self._multiply_first, queries)
         s, masks = pl.run_scoped(multiply_first, plgpu.ACC(scores.shape, jnp.float32))
         mask, following = (scores.packed(mask) for mask in masks)
 
         # Its weights.
-        s = self._masked(s, mask, self.start, banded=True)
+        s = self._masked(s, mask, self.start, entry, banded=True if entry is None else lists.is_partial(entry))
         state, factor, p = scores.push(start, s)
         state = scores.in_parts(state)
         if o is not None:
             o_acc[...] = wgmma.scale_rows(o, factor)
         pl.when(self.start + 1 < self.end)(lambda: consumer.wait_for_keys(self.start + 1))
-        carry = (state.m, state.d, slots.rounded(scores.kept(p, self.top - self.start)), following)
+        carry = (state.m, state.d, slots.rounded(scores.kept(p, self._block(self.start, entry))), following)
 
         # The other key blocks.
-        is_banded = scores.is_banded and not geometry.hides_in_first_block_alone
+        is_banded = scores.is_banded and not geometry.hides_in_first_block_alone and not geometry.has_lists
         whole = consumer.tiles.seen_whole(self.tile, self.first, ROWS) if is_banded else None
         push = functools.partial(self._step, whole, queries, o_acc)
         m, d, weights, _ = lax.fori_loop(self.start + 1, self.end, push, carry)
@@ -605,6 +621,19 @@ class ForwardPipeline:
         o = o_acc[...]
         plgpu.barrier_arrive(memory["v_empty"].at[slots.value_stage(last)])
         self._store(scores.with_sum(m, d, o))
+
+    def _load_entry(self, step):
+        """Loads the entry of a step in the tile's list; None if there is no list.
+
+        Loads end while the scores are multiplied, which must be masked only then.
+        """
+        if not self.consumer.geometry.has_lists:
+            return None
+        return self.tile.load_entry(self.consumer.geometry, self.consumer.operands, step - self.start)
+
+    def _block(self, step, entry):
+        """Returns the key block of a step, whose entry is None if there is no list."""
+        return self.top - step if entry is None else lists.block_of(entry)
 
     def _multiply_first(self, queries, s_acc):
         """Returns the product of the first key block, and the masks of the first two."""
@@ -624,9 +653,11 @@ class ForwardPipeline:
         fast and take longer to compile.
         """
         m, d, weights, mask = carry
+        entry = self._load_entry(step)
         consumer, scores, slots = self.consumer, self.scores, self.consumer.slots
-        memory, block = slots.memory, self.top - step
+        memory, block = slots.memory, self._block(step, entry)
         banded = False if whole is None else (block < whole[0]) | (block >= whole[1])
+        banded = banded if entry is None else lists.is_partial(entry)
 
         def multiply(s_acc):
             consumer.take_tensor_cores()
@@ -637,7 +668,7 @@ class ForwardPipeline:
             return plgpu.wgmma_accumulator_load(s_acc, wait_n=consumer.geometry.n_products), following
 
         s, following = pl.run_scoped(multiply, plgpu.ACC(scores.shape, jnp.float32))
-        s = self._masked(s, mask, step, banded=banded, leaves_keys=scores.correction is not Correction.FROM_PRODUCT)
+        s = self._masked(s, mask, step, entry, banded=banded, leaves_keys=scores.correction is not Correction.FROM_PRODUCT)
         if scores.correction is None:
             (m, d, _), factor, p = scores.push(State(m, d), s)
             result: Any = m, d, factor, scores.kept(p, block)  # no weights are guessed with dropout: `pays_to_guess`
@@ -652,13 +683,13 @@ class ForwardPipeline:
         plgpu.barrier_arrive(memory["v_empty"].at[slots.value_stage(step - 1)])
         if scores.correction is Correction.FROM_PRODUCT:
             # Not before the wait: ptxas would let all products wait for each other.
-            result = self._corrected(m, d, result, functools.partial(self._multiply_again, queries, step, mask, banded))
+            result = self._corrected(m, d, result, functools.partial(self._multiply_again, queries, step, mask, entry, banded))
             consumer.leave_keys(step)
         m, d, factor, p = result
         o_acc[...] = wgmma.scale_rows(o, factor)
         return m, d, slots.rounded(p), scores.packed(following)
 
-    def _masked(self, s, mask, step, *, banded, leaves_keys=True):
+    def _masked(self, s, mask, step, entry, *, banded, leaves_keys=True):
         """Returns the scores of a step as `ForwardScores.masked` does, and leaves the keys if `leaves_keys`.
 
         Keys are left first, so that the next ones may come, except where masking reads segments beside them. These loads are in
@@ -668,7 +699,7 @@ class ForwardPipeline:
         is_late = self.consumer.geometry.stages_segments
         if leaves_keys and not is_late:
             self.consumer.leave_keys(step)
-        s = self.scores.masked(s, mask, self.top - step, banded=banded)
+        s = self.scores.masked(s, mask, self._block(step, entry), banded=banded)
         if leaves_keys and is_late:
             self.consumer.leave_keys(step)
         return s
@@ -693,7 +724,7 @@ class ForwardPipeline:
         )
         return m, online.rescale_sum(d, factor) + wgmma.sum_in_threads(sums), factor, p
 
-    def _multiply_again(self, queries, step, mask, banded):
+    def _multiply_again(self, queries, step, mask, entry, banded):
         """Returns the scores of the key block of a step, whose keys are still there."""
 
         def multiply(s_acc):
@@ -701,7 +732,7 @@ class ForwardPipeline:
             return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
 
         s = pl.run_scoped(multiply, plgpu.ACC(self.scores.shape, jnp.float32))
-        return self.scores.masked(s, mask, self.top - step, banded=banded)
+        return self.scores.masked(s, mask, self._block(step, entry), banded=banded)
 
     def _start(self):
         """Returns the state before the first key, from `initial` or a sink if there is one, and its sums of values or None."""

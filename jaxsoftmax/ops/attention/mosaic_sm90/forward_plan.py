@@ -3,7 +3,7 @@
 import enum
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu import schedule, wgmma
 from jaxsoftmax.ops.attention import key_blocks, mask_blocks
+from jaxsoftmax.ops.attention.mosaic_sm90 import lists
 from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     HOST,
     KERNEL,
@@ -394,6 +395,7 @@ class ForwardGeometry(AttentionGeometry):
         parts += [f"pages of {self.pages.size} keys"] if self.pages is not None else []
         parts += [f"{self.bytes_dtype} converted in shared memory"] if self.bytes_dtype is not None else []
         parts += [f"{' and '.join(self.functions)} in registers"] if self.functions else []
+        parts += ["lists of key blocks"] if self.has_lists else []
         return ", ".join(parts)
 
     def seen(self, lengths: Any, first: Any, rows: int, arithmetic: Arithmetic, offset: Any = 0) -> tuple[Any, Any]:
@@ -535,7 +537,9 @@ def shape_forward(types: Mapping[str, Any], target: Target, **options: Any) -> F
     config = forward_config(query.shape[-1], value_size, window, query.dtype, *pays, is_crowded)
     has_reach = "mask" in types and key_blocks.is_shared(types["mask"])
     shapes = shapes_of(types, target) | {"names": with_tables(types, has_reach, options.get("mask_mod") is not None)}
-    return ForwardGeometry(**shapes, **options, value_size=value_size, config=config, changed_factor=changed_factor)
+    geometry = ForwardGeometry(**shapes, **options, value_size=value_size, config=config, changed_factor=changed_factor)
+    has_lists = lists.pays_to_list(geometry.mask_mod, types, geometry.block_q, config.block_kv)
+    return replace(geometry, has_lists=has_lists)
 
 
 def with_tables(names, has_reach: bool, has_mask_mod: bool = False) -> frozenset[str]:
@@ -551,7 +555,9 @@ def make_tables(geometry: ForwardGeometry, operands: Mapping[str, jax.Array]) ->
     it saves.
     """
     lengths, sizes, result = (geometry.query[0], geometry.key[0]), (geometry.block_q, geometry.config.block_kv), {}
-    if "ranges" in geometry.names:
+    if geometry.has_lists:
+        result["ranges"] = lists.list_blocks(geometry.mask_mod, operands, lengths, sizes, geometry.window)
+    elif "ranges" in geometry.names:
         spans = []
         if "query_segments" in geometry.names:
             spans.append(key_blocks.find_segment_spans(operands["query_segments"], operands["key_segments"], *sizes))
@@ -584,11 +590,15 @@ class ForwardTile:
     lengths: list[Any]  # numbers of queries and keys of the batch entry
     offset: Any  # position of query 0
     # By segments and the mask function, the first key block that some query may see, the one behind the last, and the same for
-    # the key blocks that all queries see. Empty if there are neither.
+    # the key blocks that all queries see. Empty if there are neither. With a list, what it starts with: number and entries.
     ranges: list[Any]
-    low: Any  # first key block that the tile visits
-    high: Any  # the one behind the last; there is at least one
+    low: Any  # first key block that the tile visits; 0 with a list
+    high: Any  # the one behind the last, or the number of entries; there is at least one
     is_empty: Any  # the tile is of a split that has no key block which a row sees, and visits none. False if there is one split
+
+    def load_entry(self, geometry: ForwardGeometry, operands: Mapping[str, GlobalOperand], i: Any) -> Any:
+        """Loads entry `i` of the tile's list."""
+        return lists.load_entry(operands["ranges"], geometry.blocks_q, self.b, self.head, self.block, i)
 
 
 @dataclass(frozen=True)
@@ -600,11 +610,14 @@ class ForwardTiles:
 
     def look_up(self, number) -> list[Any]:
         """Loads what operands say of a tile: those of its `FACTS` that there are."""
-        b, _, _, block, _ = self._coordinates(number)
+        b, head, _, block, _ = self._coordinates(number)
         facts = []
         for name, count in FACTS.items():
             if name in self.operands:
                 operand = self.operands[name]
+                if name == "ranges" and self.geometry.has_lists:
+                    facts += [lists.load(operand, self.geometry.blocks_q, b, head, block, i) for i in range(count)]
+                    continue
                 facts += [operand[b]] if count == 1 else [operand[b, block, i] for i in range(count)]
         return facts
 
@@ -621,9 +634,12 @@ class ForwardTiles:
             size = jnp.int32(geometry.config.block_kv)
             to_end, from_start = (lax.div(keys + size - 1, size) for keys in facts[-2:])
             shown = [geometry.blocks_kv - to_end, from_start]
-        low, high = self.seen(lengths, offset, block * geometry.block_q, geometry.block_q)
-        for start, end in (limits[:2] for limits in (ranges, shown) if limits):
-            low, high = jnp.maximum(low, start), jnp.minimum(high, end)
+        if geometry.has_lists:
+            low, high = jnp.int32(0), ranges[0]
+        else:
+            low, high = self.seen(lengths, offset, block * geometry.block_q, geometry.block_q)
+            for start, end in (limits[:2] for limits in (ranges, shown) if limits):
+                low, high = jnp.maximum(low, start), jnp.minimum(high, end)
         if geometry.splits > 1:
             low, high = geometry.part(low, high, split, KERNEL)
         is_empty = False if geometry.splits == 1 else high <= low
