@@ -3,10 +3,11 @@
 The option `functions` names what the functions of a cell compute. The contender `arguments` is ours with arguments in place of
 functions, and `flex_attention` is torch's, compiled. Beside `alibi` stands `plain`, ours without a bias. Beside `relative`, a
 table with one number for each head and distance, stands `bias`, ours with a whole bias that is made of the table before.
-Gradients of the table, or of the whole bias, count.
+Gradients of the table, or of the whole bias, count. Beside `prefix_window`, the last `WINDOW` keys and the first `PREFIX`,
+stands `causal`, ours without a function, which visits the blocks between them too.
 
-Values are checked like those of the same call with arguments. For `alibi`, `relative` and the gradients of `soft_cap` the
-results of some queries are compared.
+Values are checked like those of the same call with arguments. For functions that no arguments mean, and the gradients of
+`soft_cap`, the results of some queries are compared.
 """
 
 import functools
@@ -26,6 +27,7 @@ from benchmarks.check import sampled
 from tests.support.attention import oracle as attention_oracle
 
 LENGTHS, HEAD_SIZE = (4096, 16384), 128
+PREFIX = 64  # first keys that all queries see
 LONGEST_BIAS = 4096  # a whole bias of 16384 tokens and 16 heads has 8.6 GB, and so has its gradient
 
 
@@ -64,6 +66,10 @@ def _documents(call: Call, xp: Any, extras: Sequence[Any]) -> Callable[..., Any]
     return lambda b, h, q, k: own[b, q] == others[b, k]
 
 
+def _prefix_window(call: Call, xp: Any, extras: Sequence[Any]) -> Callable[..., Any]:
+    return lambda b, h, q, k: (q >= k) & ((k < PREFIX) | (q - k < min(WINDOW, call.length // 4)))
+
+
 FUNCTIONS = {
     "causal": Functions({"causal": True}, mask_mod=lambda call, xp, extras: lambda b, h, q, k: q >= k),
     "window": Functions(
@@ -75,6 +81,7 @@ FUNCTIONS = {
         {"soft_cap": SOFT_CAP},
         score_mod=lambda call, xp, extras: lambda s, b, h, q, k: SOFT_CAP * xp.tanh(s / SOFT_CAP),
     ),
+    "prefix_window": Functions({}, mask_mod=_prefix_window),
     "alibi": Functions({}, score_mod=_alibi),
     "relative": Functions({}, score_mod=_relative),
 }
@@ -109,7 +116,7 @@ def cell_of(name: str, call: Call) -> Cell:
         needs=("torch",),
     )
     cell = replace(cell, options=" ".join(filter(None, (cell.options, f"functions={name}"))))
-    if name not in ("alibi", "relative"):
+    if name not in ("alibi", "relative", "prefix_window"):
         arguments = replace(attention.of_ours(call), name="arguments")
         if call.soft_cap is not None and call.backward:  # there is no truth of the gradients of keys and values
             whole: Any = cell.sample
@@ -125,6 +132,11 @@ def cell_of(name: str, call: Call) -> Cell:
             sample=functools.partial(_sample_of_plain, cell.sample),
         )
         contenders = (ours, plain, flex)
+    elif name == "prefix_window":
+        causal = replace(call, causal=True)
+        beside = attention.cell_of(causal)
+        plain = replace(attention.of_ours(causal), name="causal", sample=beside.sample)
+        return replace(cell, sample=sample, fewer=attention._none_fewer, contenders=(ours, plain, flex))
     else:
         whole = replace(call, extras=("bias",))
         bias = Contender("bias", lambda: attention.of_ours(whole).build(), prepare=functools.partial(_with_bias, call))
@@ -157,12 +169,17 @@ def _with_bias(call: Call, query: Any, key: Any, value: Any, table: Any, *dout: 
 
 def _sample(call: Call, name: str, inputs: Sequence[Any], output: Any) -> list[tuple[np.ndarray, Any]]:
     """Some queries of one head of the last batch entry, or their gradients, and the truth of them."""
-    query, key, value, own, *dout = inputs
+    query, key, value, *others = inputs
+    own, *dout = others if name != "prefix_window" else (None, *others)
     b, head, at = call.batch - 1, call.heads // 2, sampled(call.length, **(attention._FEWER if call.backward else {}))
     arrays, given = attention._of_queries(call, (query, key, value), [b], head, at)
     distances = at[:, None] - np.arange(call.length)
-    numbers = np.asarray(own, np.float32)
-    bias = -numbers[head] * distances if name == "alibi" else numbers[head][distances + call.length - 1]
+    if name == "prefix_window":
+        keys = np.arange(call.length)
+        bias = np.where((distances >= 0) & ((keys < PREFIX) | (distances < min(WINDOW, call.length // 4))), 0, -np.inf)
+    else:
+        numbers = np.asarray(own, np.float32)
+        bias = -numbers[head] * distances if name == "alibi" else numbers[head][distances + call.length - 1]
     given["bias"] = bias.astype(np.float32)[None, None]
     if not call.backward:
         return [(attention._some(output, [b], head, at), attention_oracle.attention(*arrays, **given)[0])]

@@ -286,10 +286,12 @@ def test_kernels_compile(call):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize(("size", "dtype"), [(64, "bfloat16"), (128, "float16"), (256, "bfloat16"), (64, "float32")])
-@pytest.mark.parametrize(("length", "group"), COUNTS)
-@pytest.mark.parametrize("name", CALLS)
-def test_native_values(name, length, group, size, dtype):
+@pytest.mark.parametrize(
+    ("name", "counts", "kind"),
+    cases.in_turns(13, CALLS, COUNTS, [(64, "bfloat16"), (128, "float16"), (256, "bfloat16"), (64, "float32")]),
+)
+def test_native_values(name, counts, kind):
+    (length, group), (size, dtype) = counts, kind
     given = given_for(length, group, dtype, size=size)
 
     @jax.jit
@@ -302,9 +304,7 @@ def test_native_values(name, length, group, size, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("byte", [None, "int8", "float8_e4m3fn"])
-@pytest.mark.parametrize("page", [8, 64, 256])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("name", "page", "byte"), cases.in_turns(7, CALLS, [8, 64, 256], [None, "int8", "float8_e4m3fn"]))
 def test_native_values_of_pages(name, page, byte):
     arrays = paged(batch=(2,), length=4, page=page, most=KEYS // page)
     arrays["key_value_seq_lengths"], scales = CACHED + 4, {}

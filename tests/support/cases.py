@@ -49,6 +49,14 @@ def slow_unless(condition: bool):
     return [] if condition else [pytest.mark.slow]
 
 
+def in_turns(period: int, *axes):
+    """Returns the cases of several parameters, in the order of their product. One in `period` is not slow, in turns."""
+    places = itertools.product(*map(enumerate, axes))
+    return [
+        pytest.param(*(value for _, value in case), marks=slow_unless(sum(i for i, _ in case) % period == 0)) for case in places
+    ]
+
+
 def every_other(values, first=0):
     """Returns the cases of a parameter. Every second one runs by default, from the one at `first` on; the others are slow."""
     return [pytest.param(value, marks=slow_unless(index % 2 == first)) for index, value in enumerate(values)]

@@ -2336,7 +2336,7 @@ def test_functions_compute_what_is_measured_beside_them(name, backward):
         2, 160, 4, 64, dtype="float32", backward=backward, **options | ({"window": 40} if "window" in options else {})
     )
     cell = score_functions.cell_of(name, call)
-    peers = frozenset({"arguments", "plain", "bias"})
+    peers = frozenset({"arguments", "plain", "bias", "causal"})
     run, rows, said = measured(cell, peers=peers)
     assert not run.problems, said
     assert len(rows) == 2
