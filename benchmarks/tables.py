@@ -9,8 +9,10 @@ empty if its figures were not measured, and a peer that was not measured has no 
     gradients   likewise of `attention_gradients`
     beside      the speed of ours divided by that of FlashAttention-3 in both
     load        TFLOP/s beside FlashAttention-3 in `attention_sustained` and `attention_cool`, and the energy of a call
+    functions   times of `score_functions`, and the speed divided by that of calls without functions and of FlexAttention
 """
 
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -20,9 +22,11 @@ from benchmarks import results, sustained
 from benchmarks.attention import HEAD_SIZES, HIDDEN, TOKENS
 from benchmarks.bars import is_ours
 from benchmarks.results import Row
+from benchmarks.score_functions import FUNCTIONS
+from benchmarks.score_functions import LENGTHS as FUNCTION_LENGTHS
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "performance.md"
-OURS, FLASH = "jaxsoftmax", "flash_attention_3"
+OURS, FLASH, FLEX = "jaxsoftmax", "flash_attention_3", "flex_attention"
 NAMES = {OURS: OURS, FLASH: "FlashAttention-3", "cudnn": "cuDNN", "attention_mgpu": "Pallas", "torch": "torch"}
 LENGTHS = (512, 4096, 16384)
 CAUSAL = {"": "no", "causal=1": "yes"}
@@ -105,7 +109,26 @@ def _load(folder: Path) -> str:
     return f"{caption}\n\n{_markdown(heads, lines)}"
 
 
+def _functions(folder: Path) -> str:
+    """Makes a table with a row for each function, pass and length."""
+    cells, lines = _cells(folder / "score_functions.csv"), []
+    for name, pass_, length in itertools.product(FUNCTIONS, PASSES, FUNCTION_LENGTHS):
+        shape = str(_cell(pass_, 128, length, "")[3])
+        found = [
+            rows for cell, rows in cells.items() if cell[1:4:2] == (pass_, shape) and f"functions={name}" in cell[4].split()
+        ]
+        rows = found[0] if found else {}
+        if OURS not in rows:
+            continue
+        beside = next((other for other in ("arguments", "plain", "bias", "causal") if other in rows), None)
+        ratios = [_joined([rows[other].us / rows[OURS].us if other in rows else None], 2) for other in (beside, FLEX)]
+        words = [name.replace("_", " "), pass_.replace("+", " and "), str(length), f"{rows[OURS].us:.0f}"]
+        lines.append([*words, f"{beside or '-'}: {ratios[0]}", ratios[1]])
+    return _markdown(["function", "pass", "length", "us", "over the call", "over FlexAttention"], lines) if lines else ""
+
+
 KINDS: dict[str, Callable[[Path], str]] = {
+    "functions": _functions,
     "forward": lambda folder: _speeds(folder / "attention.csv", "forward"),
     "gradients": lambda folder: _speeds(folder / "attention_gradients.csv", "forward+backward"),
     "beside": _beside,
