@@ -128,11 +128,11 @@ def _functions(folder: Path) -> str:
 
 
 KINDS: dict[str, Callable[[Path], str]] = {
-    "functions": _functions,
     "forward": lambda folder: _speeds(folder / "attention.csv", "forward"),
     "gradients": lambda folder: _speeds(folder / "attention_gradients.csv", "forward+backward"),
     "beside": _beside,
     "load": _load,
+    "functions": _functions,
 }
 
 

@@ -81,6 +81,6 @@ def test_a_peer_that_was_not_measured_has_no_column(tmp_path):
 
 def test_a_place_of_an_unknown_kind():
     with pytest.raises(
-        ValueError, match="<!-- table: h200 other -->: the kind must be one of forward, gradients, beside, load"
+        ValueError, match="<!-- table: h200 other -->: the kind must be one of forward, gradients, beside, load, functions"
     ):
         tables.filled("<!-- table: h200 other -->\n\n<!-- end of table -->")
