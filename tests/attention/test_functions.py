@@ -159,7 +159,7 @@ def test_functions_on_a_tile(name, rows_are_queries):
 def test_functions_on_tiles_that_end_with_the_sequence(name, first, start):
     """No index of such tiles is out of bounds: none is moved, and the first one of a thread may be negative."""
     s = np.random.default_rng(1).standard_normal((ROWS, 64)).astype(np.float32)
-    at = {"b": 1, "head": 2, "first": first, "start": start}
+    at = {"b": 1, "head": 0, "first": first, "start": start}
     actual, expected = on_tile(name, s, ends=(LENGTH, LENGTH), **at), expected_on_tile(name, s, **at)
     np.testing.assert_allclose(actual, expected, rtol=4e-6, atol=1e-6)
 

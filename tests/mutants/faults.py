@@ -1078,6 +1078,20 @@ FAULTS = (
         "tests/attention/test_mask_blocks.py -k windows -x",
     ),
     Fault(
+        "score functions in kernels: the second row of a thread is the next one",
+        "jaxsoftmax/ops/attention/mosaic_sm90/tile_values.py",
+        "rows = [8 * self.row_step * i",
+        "rows = [self.row_step * i",
+        "tests/attention/test_functions.py -k on_a_tile -x",
+    ),
+    Fault(
+        "score functions in kernels: fill values are inside of tables",
+        "jaxsoftmax/ops/attention/mosaic_sm90/tile_evaluation.py",
+        'self.compute("select_n", x.inside, known_value(fill, loaded.dtype), loaded)',
+        'self.compute("select_n", x.inside, loaded, known_value(fill, loaded.dtype))',
+        "tests/attention/test_functions.py -k on_a_tile -x",
+    ),
+    Fault(
         "score functions in kernels: folded rows have one head",
         "jaxsoftmax/ops/attention/mosaic_sm90/functions.py",
         "head = evaluation.plus(first, place)",
