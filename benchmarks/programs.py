@@ -145,7 +145,19 @@ def _attention() -> Iterator[Cell]:
         given = dict(zip(operands, arrays, strict=True))
         return library.dot_product_attention(**given, **options, dropout_rng=jax.random.key(0))
 
+    functions = [_array(*shape)] * 3 + [_array(heads, dtype=jnp.float32), _array(batch, length, dtype=jnp.int32)]
+
+    def with_functions(query, key, value, slopes, documents):
+        def score_mod(score, batch, head, query, key):
+            return score - slopes[head] * (query - key).astype(jnp.float32)
+
+        def mask_mod(batch, head, query, key):
+            return (documents[batch, query] == documents[batch, key]) & (query >= key)
+
+        return library.dot_product_attention(query, key, value, score_mod=score_mod, mask_mod=mask_mod)
+
     for is_gradient in (False, True):
+        yield _program("attention", shape, "functions=1", with_functions, *functions, is_gradient=is_gradient, shared=2)
         yield _program("attention", shape, "all=1", with_all, *operands.values(), is_gradient=is_gradient, shared=2)
     yield from _decoding()
 
