@@ -25,7 +25,7 @@ from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
 from jaxsoftmax.ops.attention.mosaic_sm90.common import ROWS, lay_out
 from jaxsoftmax.ops.attention.mosaic_sm90.decode import DecodePlan
 from jaxsoftmax.ops.attention.mosaic_sm90.forward import ForwardPlan
-from jaxsoftmax.ops.attention.mosaic_sm90.functions import Function, TileFunctions, reason_against
+from jaxsoftmax.ops.attention.mosaic_sm90.functions import Function, TileFunctions, factor_of_changed, reason_against
 from jaxsoftmax.ops.attention.score_functions import functions_and_operands, wide_tables
 
 from ..support import cases
@@ -40,7 +40,7 @@ SLOPES = jnp.asarray([0.25, 0.125, 0.0625, 0.03125], jnp.bfloat16)
 RELATIVE = jnp.asarray(RNG.standard_normal((HEADS, 2 * LENGTH - 1)), jnp.float32)
 BUCKETS = jnp.asarray(RNG.standard_normal((32, HEADS)), jnp.float32)
 OF_KEYS = jnp.asarray(RNG.standard_normal((BATCH, 1, LENGTH)), jnp.float16)
-BYTES = jnp.asarray(RNG.integers(-100, 100, LENGTH), jnp.int8)
+BYTES = jnp.asarray(RNG.integers(-128, 128, LENGTH), jnp.int8)
 IS_OPEN = jnp.asarray(RNG.random(LENGTH) < 0.7)
 PREFIX = jnp.asarray([100, 37], jnp.int32)
 
@@ -64,6 +64,10 @@ MASKS = {
     "nothing": lambda b, h, q, k: (q < 0) & (k < 0),
     "everything": lambda b, h, q, k: (q >= 0) | (k >= 0),
     "rows": lambda b, h, q, k: (q % 2 == 1) ^ (q > 200),
+    "hash": lambda b, h, q, k: (q * 1103515245 + k * 12345) % 7 < 3,
+    "sizes of bytes": lambda b, h, q, k: IS_OPEN[jnp.abs(q.astype(jnp.int8)).astype(jnp.int32)] & (jnp.abs(BYTES[k]) > -1),
+    "divided by 0": lambda b, h, q, k: (k // (q - q // 2 * 2) > 5) | ((q + k) % (k - k // 3 * 3) == 2),
+    "shifted": lambda b, h, q, k: (1 << jnp.minimum(q - k, 20)) > 64,
 }
 SCORES = {
     "alibi": lambda s, b, h, q, k: s - SLOPES[h].astype(s.dtype) * jnp.abs(q - k).astype(s.dtype),
@@ -78,6 +82,9 @@ SCORES = {
     "number": lambda s, b, h, q, k: jnp.zeros_like(s) + 1.5,
     "rounded": lambda s, b, h, q, k: (s.astype(jnp.bfloat16) * SLOPES[h]).astype(s.dtype),
     "powers": lambda s, b, h, q, k: jnp.sqrt(jnp.abs(s)) + s**3 * 1e-3 + jnp.abs(s) ** 0.7 + jnp.sign(s) * jnp.floor(s),
+    "below a length": lambda s, b, h, q, k: jnp.where(k < LENGTH, s, -1e9),
+    "one of two factors": lambda s, b, h, q, k: jnp.where(q < 100000, s, 0.5 * s),
+    "a cap below a length": lambda s, b, h, q, k: jnp.where(k < 4096, 3 * jnp.tanh(s / 3), s),
     "wide": lambda s, b, h, q, k: s + 1 / (1 + q).astype(s.dtype) - jnp.log1p(k.astype(s.dtype)),
 }
 FUNCTIONS = {**{name: ("mask_mod", f) for name, f in MASKS.items()}, **{name: ("score_mod", f) for name, f in SCORES.items()}}
@@ -90,6 +97,9 @@ def traced(name, batch=(BATCH,), heads=HEADS, dtype=jnp.float32):
     return functions[kind], operands
 
 
+OF_BOUNDS = ("below a length", "one of two factors", "a cap below a length")  # of which a tile knows more than a plan
+
+
 # The evaluator.
 
 
@@ -99,17 +109,20 @@ def on_tile(name, s, *, b, head, first, start, rows_are_queries=True, offset=Non
     function, operands = traced(name)
     operands |= numbers or {}
     arrays, records = lay_out((BATCH,), operands)
-    columns = s.shape[1]
+    columns, scale = s.shape[1], 0.25  # a power of two: the kernel gets products that have the scores exactly
+    types = {name: jax.ShapeDtypeStruct((BATCH, LENGTH, HEADS, 64), jnp.bfloat16) for name in ("query", "key")}
+    types |= {name: jax.typeof(operand) for name, operand in operands.items()}
+    factor = factor_of_changed(types, scale=scale, score_mod=function if kind == "score_mod" else None)
 
     def body(refs, out):
         there = {name: replace(record, ref=refs[name]) for name, record in records.items()}
         limits = tuple(map(jnp.int32, s.shape))
         scores = wgmma.load_product(refs["s"], 0, 0, limits, s.shape, varies=(True, True))
         at = {"b": jnp.int32(b), "head": jnp.int32(head), "first": jnp.int32(first), "rows_are_queries": rows_are_queries}
-        at |= more | ({} if offset is None else {"offset": jnp.int32(offset)})
+        at |= more | {"scale": scale, "changed_factor": factor} | ({} if offset is None else {"offset": jnp.int32(offset)})
         functions = TileFunctions({kind: Function.of(function)}, there, (queries, LENGTH), columns, **at)
         if kind == "score_mod":
-            result = functions.changed(scores, jnp.int32(start)) * (functions.factor(kind) or 1)
+            result = functions.changed(scores / scale, jnp.int32(start)) * (factor or 1)
         else:
             result = functions.hidden(scores, jnp.int32(start))
         wgmma.store_product(out, 0, 0, limits, result)
@@ -154,7 +167,9 @@ def test_functions_on_a_tile(name, rows_are_queries):
     np.testing.assert_allclose(actual, expected, rtol=4e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["causal", "window", "relative", "buckets", "alibi", "documents"])
+@pytest.mark.parametrize(
+    "name", ["causal", "window", "relative", "buckets", "alibi", "documents", "hash", "shifted", *OF_BOUNDS]
+)
 @pytest.mark.parametrize(("first", "start"), [(0, 128), (320, 64)])
 def test_functions_on_tiles_that_end_with_the_sequence(name, first, start):
     """No index of such tiles is out of bounds: none is moved, and the first one of a thread may be negative."""

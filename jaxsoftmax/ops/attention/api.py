@@ -158,8 +158,8 @@ def dot_product_attention(
         floating ones have derivatives, which must be finite where the key is hidden too. Those of 16 bits add up in float32.
       mask_mod: function `mask_mod(batch, head, query_index, key_index)` that returns a bool, True where the query sees the key.
         It is traced likewise. Kernels do not visit blocks of scores that it hides, and a function that is a window around the
-        query runs as `local_window_size`. The kernels of "mosaic" refuse functions with operations that they do not have, and
-        the reference runs these.
+        query runs as `local_window_size`. Kernels refuse functions with operations that they do not have. The reference runs
+        these, unless `implementation` names another one.
       parallel: `jaxsoftmax.ContextParallel` that says how devices share the sequence. None where tokens have their own order
         and no `jax.shard_map` shards the sequence: a model then picks the strategy.
       implementation: None for the best implementation for this platform, GPU, shape and dtype; or its name, "mosaic", "triton"

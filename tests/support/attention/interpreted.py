@@ -211,7 +211,7 @@ def _results_of_functions(tile: TileFunctions, name, s, start):
     of_row, of_column = (0, None) if tile.rows_are_queries else (None, 0)
     run = jax.vmap(run, (0, of_column, of_column, of_row))
     first, *others = jax.vmap(run, (0, of_row, of_row, of_column))(s, query, head, key)
-    return [first / (tile.factor(name) or 1) if function.takes_score else first, *others]
+    return [first / (tile.changed_factor or 1) if function.takes_score else first, *others]
 
 
 def _hidden_by_function(tile, s, start, hidden=-jnp.inf, name="mask_mod"):

@@ -331,7 +331,7 @@ class BackwardScores:
         offset = tile.offset if "query_offset" in self.operands else None
         at: dict[str, Any] = {"b": tile.b, "head": head, "first": self.first, "offset": offset, "rows_are_queries": False}
         ends = geometry.tiles_of_head * geometry.blocks_per_tile * geometry.block_kv, geometry.blocks_q * self.shape[1]
-        at |= {"scale": geometry.scale, "ends": ends}
+        at |= {"scale": geometry.scale, "changed_factor": geometry.changed_factor, "ends": ends}
         return TileFunctions(functions or geometry.functions, self.operands, geometry.lengths, self.shape[1], **at)
 
     def load(self, current):
@@ -465,7 +465,7 @@ class BackwardScores:
         start_at = start + self.tile.offset  # where windows count from
         low, high = None if right is None else position - (right + start_at), None
         if self.limits_queries:
-            high = jnp.where(position >= 0, queries - start - 1, -1)  # always: Mosaic GPU finds no layout for one number
+            high = jnp.where(position >= 0, queries - start - 1, -1)  # it always holds, and gives the number a layout
         if left is not None:
             window_end = position + (left - start_at)
             high = window_end if high is None else jnp.minimum(high, window_end)

@@ -25,7 +25,6 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import LAYOUT, ROW_LAYOUT, ROWS
 from jaxsoftmax.ops.attention.mosaic_sm90.tile_evaluation import Evaluation, View, strides_of
 from jaxsoftmax.ops.attention.mosaic_sm90.tile_values import (
     COLUMN,
-    EVERY,
     INDEX,
     NATURAL,
     NUMBER,
@@ -101,7 +100,8 @@ def factor_of_changed(
     if score_mod is None:
         return None
     try:
-        return _without_factor(_described(Function.of(score_mod), types, ROWS, scale)[0][0])[1]
+        changed = _described(Function.of(score_mod), types, ROWS, scale)[0][0]
+        return changed.factor if changed.is_moderate and changed.factor > 0 else None
     except UnsupportedError:  # `reason_against` says why
         return None
 
@@ -109,7 +109,7 @@ def factor_of_changed(
 def is_finite(function: Function, types: Mapping[str, Any]) -> bool:
     """Tells whether the results of a function of operands of these types are finite where products of queries and keys are."""
     try:
-        return all(result.bounds != EVERY for result in _described(function, types, ROWS)[0])
+        return all(result.is_finite for result in _described(function, types, ROWS)[0])
     except UnsupportedError:
         return False
 
@@ -189,11 +189,6 @@ def _score(factor: float) -> Value:
     return Value(TILE, np.dtype(np.float32), of_score=True, factor=factor, is_moderate=True)
 
 
-def _without_factor(changed: Value) -> tuple[Value, float | None]:
-    """Takes the factor from what a score function returns. None stands for 1 where scores may be large."""
-    return (replace(changed, factor=1.0), changed.factor) if changed.is_moderate and changed.factor > 0 else (changed, None)
-
-
 class TileFunctions:
     """Score and mask functions on the rows of a tile, one block of columns after the other.
 
@@ -214,6 +209,7 @@ class TileFunctions:
         rows_are_queries: bool = True,
         heads_per_query: int = 1,
         scale: float = 1.0,
+        changed_factor: float | None = None,
         ends: tuple[float, float] = (math.inf, math.inf),
     ):
         """Loads what belongs to the head and to the rows.
@@ -230,16 +226,17 @@ class TileFunctions:
           rows_are_queries: True if rows are queries, False if they are keys.
           heads_per_query: query heads that have a row of each query, folded as `FoldedRows` says.
           scale: factor of the products that are handed over as scores.
+          changed_factor: what `factor_of_changed` returned for the score function.
           ends: index behind the last row and the last column of all tiles.
         """
-        self.scale, self.bounds = scale, tuple((0, end - 1) for end in ends)
+        self.scale, self.changed_factor, self.bounds = scale, changed_factor, tuple((0, end - 1) for end in ends)
         self.functions, self.operands, self.lengths, self.columns = functions, operands, lengths, columns
         self.b, self.head, self.first, self.offset, self.rows_are_queries = b, head, first, offset, rows_are_queries
         self.heads_per_query = heads_per_query
         self._loaded = {name: self._load(function) for name, function in functions.items()}
 
     def changed(self, s: jax.Array, start) -> jax.Array:
-        """Returns what the score function makes of products from column `start` on, except for its `result_factor`."""
+        """Returns what the score function makes of products from column `start` on, divided by `changed_factor`."""
         (changed,) = self.results("score_mod", s, start)
         return changed
 
@@ -258,7 +255,8 @@ class TileFunctions:
         count = len(self.functions[name].program.jaxpr.outvars)
 
         def results(evaluation, results, score):
-            return [_without_factor(results[0])[0], *results[1:]]
+            first, *others = results
+            return [replace(first, factor=first.factor / (self.changed_factor or 1)), *others]
 
         return self._run(name, s, start, results, count)
 
@@ -285,11 +283,6 @@ class TileFunctions:
             return []
 
         self._evaluate(function, values, start, self._loaded[name], add, None)
-
-    def factor(self, name: str) -> float | None:
-        """Returns what `factor_of_changed` returns for a function."""
-        (changed, *_), _ = self._described(self.functions[name])
-        return _without_factor(changed)[1]
 
     def _present(self, function):
         return [name for name in function.operands if name in self.operands]

@@ -24,7 +24,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.functions import Function, loads_tiles
 # visits at least one block.
 _HIDDEN = 1
 _MORE = 2  # number of such entries, as a producer looks ahead
-UNKNOWN = {"query_offset", "query_numbers"}  # operands by which positions are not known while tracing
+OPERANDS_OF_POSITIONS = {"query_offset", "query_numbers"}  # operands by which positions are not known while tracing
 _HAVE_SPANS = {"mask", "query_segments"}
 
 
@@ -32,15 +32,15 @@ def pays_to_list(mask_mod: Any, types: Mapping[str, Any], block_q: int, block_kv
     """Tells whether tiles should visit lists of blocks, for a mask function or None, and for operands of these types.
 
     They should if holes are known while tracing, or if the function reads an element of a table for each score: such a table
-    may say which blocks are visible. Other functions of tables compare documents, positions or lengths, and leave no holes.
-    Spans then say as much, without a load in each step. Not measured.
+    may say which blocks are visible. Other functions of tables compare documents, positions or lengths, and usually leave no
+    holes. Spans then say as much, without a load in each step. Lists and spans of such masks were not measured side by side.
     """
     if mask_mod is None or not _HAVE_SPANS.isdisjoint(types):
         return False
     lengths, blocks = (types["query"].shape[-3], types["key"].shape[-3]), (block_q, block_kv)
     if not mask_blocks.fits_grid(mask_mod, types, lengths, *blocks):
         return False
-    has_offset = not UNKNOWN.isdisjoint(types)
+    has_offset = not OPERANDS_OF_POSITIONS.isdisjoint(types)
     has_holes = mask_blocks.has_holes(mask_mod, lengths, *blocks, by_keys=by_keys, has_offset=has_offset)
     return has_holes or loads_tiles(Function.of(mask_mod), types)
 

@@ -227,12 +227,13 @@ class Evaluation:
     def _elements(self, address, dtype, index: Value) -> list[Any]:
         """Loads the elements of a line of numbers in memory. Those of equal numbers in a thread are loaded once."""
         kind = utils.dtype_to_ir_type(np.dtype(np.int8) if dtype == BOOL else dtype)
-        if index.line is None:
+        line = index.line if index.is_finite and index.bounds[0] >= 0 else None  # others may wrap around
+        if line is None:
             places: list[Any] = self.registers(index, index.kind)
             keys, load = list(map(id, places)), functools.partial(on_each, functools.partial(wgmma.load_at, address, kind))
         else:
-            places = keys = index.line.offsets(index.kind, self.columns // 8)
-            read = functools.cache(functools.partial(wgmma.load_at, address, kind, index.line.start))
+            places = keys = line.offsets(index.kind, self.columns // 8)
+            read = functools.cache(functools.partial(wgmma.load_at, address, kind, line.start))
 
             def load(offsets):
                 elements = [read(offset) for offset in offsets]

@@ -3,8 +3,9 @@
 An operation takes an evaluation, values, the parameters of the primitive, and the dtype of the result. It is computed in the
 smallest kind that its operands have together: see `tile_evaluation`.
 
-Floats have 32 bits in registers, and are rounded to 16 bits after each operation whose result has 16. What does not depend on
-scores is exact to the last bit: it may become an index. What depends on them may be a multiply-add, or an approximation.
+Floats have 32 bits in registers, and are rounded to 16 bits after each operation whose result has 16. Sums, products,
+quotients, roots and logarithms that do not depend on scores are exact to the last bit, as they may become indices. Others may
+be multiply-adds and approximations of a few units in the last place.
 """
 
 import functools
@@ -142,12 +143,32 @@ def _compared(name, of_floats, of_signed, of_unsigned):
     return compare
 
 
+def _of_divisor(of_signed, of_unsigned, by_zero):
+    """Makes a division of integers, or its rest. `by_zero` returns the result for the divisor 0, as XLA defines it."""
+    operation = _elementwise(None, of_signed, of_unsigned, keeps_natural=True)
+
+    def divide(evaluation, operands, params, dtype):
+        a, b = operands
+        if is_float(dtype) or not b.bounds[0] <= 0 <= b.bounds[1]:
+            return operation(evaluation, operands, params, dtype)
+        is_zero = evaluation.compute("eq", b, known_value(0, dtype))
+        result = operation(evaluation, [a, evaluation.compute("select_n", is_zero, b, known_value(1, dtype))], params, dtype)
+        return evaluation.compute("select_n", is_zero, result, by_zero(a))
+
+    return divide
+
+
+_QUOTIENT = _of_divisor(arith.divsi, arith.divui, lambda a: known_value(np.array(-1).astype(a.dtype), a.dtype))
+_REST = _of_divisor(arith.remsi, arith.remui, lambda a: a)
+
+
 def _divided(evaluation, operands, params, dtype):
     a, b = operands
     if not is_float(dtype):
-        return _elementwise(None, arith.divsi, arith.divui, keeps_natural=True)(evaluation, operands, params, dtype)
-    if b.known is not None and np.frexp(np.float32(b.known))[0] == 0.5 and 1e-30 < abs(b.known) < 1e30:
-        result = evaluation.compute("mul", a, known_value(1 / np.float32(b.known), dtype))
+        return _QUOTIENT(evaluation, operands, params, dtype)
+    is_exact = b.known is not None and np.frexp(np.float32(b.known))[0] == 0.5  # the reciprocal is
+    if is_exact and 1e-30 < abs(b.known) < 1e30:
+        result = evaluation.compute("mul", a, known_value(1 / np.float32(b.known), np.float32), dtype=np.float32)
     elif not (a.of_score or b.of_score):
         result = evaluation.apply(arith.divf, dtype, a, b)
     elif b.known is not None and 1e-30 < abs(b.known) < 1e30:
@@ -205,7 +226,10 @@ def _magnitude(evaluation, operands, params, dtype):
     (x,) = operands
     if x.is_natural or x.dtype.kind == "u":
         return x
-    return as_natural(_elementwise(ptx_operation("abs.f32"), math_dialect.absi)(evaluation, operands, params, dtype))
+    result = _elementwise(ptx_operation("abs.f32"), math_dialect.absi)(evaluation, operands, params, dtype)
+    low, high = x.bounds
+    is_safe = x.is_finite if is_float(dtype) else low > np.iinfo(dtype).min  # the least integer has no opposite
+    return replace(result, bounds=(0, max(-low, high))) if is_safe else result
 
 
 def _negated(evaluation, operands, params, dtype):
@@ -254,7 +278,8 @@ def _shifted(function, natural=False):
         if by.known is None or not 0 <= by.known < bits:
             most = known_value(bits - 1, by.dtype)
             unsigned = np.dtype(f"u{by.dtype.itemsize}")
-            as_unsigned = replace(by, dtype=unsigned, known=None if by.known is None else by.known.astype(unsigned))
+            known = None if by.known is None else by.known.astype(unsigned)
+            as_unsigned = replace(by, dtype=unsigned, known=known, line=None, bounds=within(by.bounds, unsigned))
             is_far = evaluation.compute("gt", as_unsigned, known_value(bits - 1, unsigned))
             near = evaluation.apply(function, dtype, x, evaluation.compute("select_n", is_far, by, most))
             return near if is_arithmetic else evaluation.compute("select_n", is_far, near, known_value(0, dtype))
@@ -290,8 +315,11 @@ def _extreme(choose, of_floats, of_signed, of_unsigned):
         for x, y in (operands, operands[::-1]) if not is_float(dtype) else ():
             if x.bounds[0] >= y.bounds[1]:  # nothing is to be chosen
                 return x if choose is max else y
+        result = operation(evaluation, operands, params, dtype)
+        if is_float(dtype) and not all(x.is_finite for x in operands):  # NaN is the result of both
+            return result
         lows, highs = zip(*(x.bounds for x in operands), strict=True)
-        return replace(operation(evaluation, operands, params, dtype), bounds=(choose(lows), choose(highs)))
+        return replace(result, bounds=(choose(lows), choose(highs)))
 
     return extreme
 
@@ -316,7 +344,7 @@ def _composite(function, exact=None, is_bounded=False):
         else:
             result = evaluation.composed(function, *operands)
         result = replace(evaluation.rounded(result, dtype), is_moderate=is_bounded)
-        is_finite = is_bounded and all(x.is_moderate or x.bounds != EVERY for x in operands)
+        is_finite = is_bounded and all(x.is_moderate or x.is_finite for x in operands)
         return replace(result, bounds=(-1, 1)) if is_finite else result
 
     return operation
@@ -379,7 +407,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "sub": _summed(-1),
     "mul": _multiplied,
     "div": _divided,
-    "rem": _elementwise(None, arith.remsi, arith.remui, keeps_natural=True),
+    "rem": _REST,
     "neg": _negated,
     "abs": _magnitude,
     "sign": _sign,
@@ -401,9 +429,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "shift_right_arithmetic": _shifted(arith.shrsi, natural=True),
     "select_n": _selected,
     "convert_element_type": _converted,
-    "copy": lambda evaluation, operands, params, dtype: operands[0],
-    "stop_gradient": lambda evaluation, operands, params, dtype: operands[0],
-    "copy_p": lambda evaluation, operands, params, dtype: operands[0],
+    **dict.fromkeys(("copy", "copy_p", "stop_gradient"), lambda evaluation, operands, params, dtype: operands[0]),
     "integer_pow": _power,
     "square": lambda evaluation, operands, params, dtype: evaluation.compute("mul", *operands, *operands),
     "one_minus_square": _composite(lambda x: (1 + x) * (1 - x)),

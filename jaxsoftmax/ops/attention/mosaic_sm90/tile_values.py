@@ -37,12 +37,13 @@ class Value:
       dtype: dtype in the program.
       registers: MLIR values of a thread, or None if it is only known that there will be some.
       known: the number, if it is known while lowering.
-      bounds: the least and the largest number that an element may be. Those of floats are infinite unless all elements are
+      bounds: the least and the largest number that an element may be. Those of floats are `EVERY` unless all elements are
         finite, where products of queries and keys are.
       line: how registers follow from one number of a thread, or None.
       of_score: True if it depends on scores.
       of_difference: True for a tile whose elements depend on the row less the column alone.
-      factor: number by which registers have to be multiplied. Factors that follow one another are one multiplication so.
+      factor: number by which registers have to be multiplied; bounds are those of the product. Factors that follow one another
+        are one multiplication so.
       is_moderate: True if it stays far below the largest float32 where products of queries and keys do.
     """
 
@@ -56,6 +57,11 @@ class Value:
     of_difference: bool = False
     factor: float = 1.0
     is_moderate: bool = False
+
+    @property
+    def is_finite(self) -> bool:
+        """True if all elements are finite where products of queries and keys are."""
+        return max(map(abs, self.bounds)) < math.inf
 
     @property
     def is_natural(self) -> bool:
@@ -109,6 +115,7 @@ class Line:
         return [made[offsets] for offsets in self.offsets(kind, pairs)]
 
     def _register(self, offsets: tuple[int, ...]) -> Any:
+        offsets = tuple((offset + 2**31) % 2**32 - 2**31 for offset in offsets)  # as int32 wraps around
         start = vector.broadcast(ir.VectorType.get((len(offsets),), integer(32)), self.start)
         above = utils.c(offsets[0], start.type) if len(offsets) == 1 else wgmma.constants([offsets])[0]
         return arith.addi(start, above)
