@@ -516,7 +516,11 @@ class BackwardGeometry(AttentionGeometry):
     def _shown(self) -> list[int]:
         """Counts the blocks of queries of each tile that are not known to be hidden by the mask function while tracing."""
         kinds = mask_blocks.classify(
-            self.mask_mod, self.lengths, self.config.block_q, self.block_kv, has_offset=not lists.OPERANDS_OF_POSITIONS.isdisjoint(self.names)
+            self.mask_mod,
+            self.lengths,
+            self.config.block_q,
+            self.block_kv,
+            has_offset=not lists.OPERANDS_OF_POSITIONS.isdisjoint(self.names),
         )
         seen = lists.share(np.swapaxes(kinds != mask_blocks.EMPTY, 0, 1), self.blocks_per_tile)
         return [int(count) for count in seen[:: self.blocks_per_tile].sum(1)]
