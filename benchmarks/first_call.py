@@ -55,7 +55,8 @@ def on(machine: str, cells: Iterable[Cell]) -> list[Cell]:
 
 
 def _is_cached(program: Cell) -> bool:
-    return program.op == "attention" and "backward" in program.pass_ and "all=1" not in program.options
+    has_more = not {"all=1", "functions=1"}.isdisjoint(program.options.split())
+    return program.op == "attention" and "backward" in program.pass_ and not has_more
 
 
 def _cell(program: Cell, pass_: str) -> Cell:
