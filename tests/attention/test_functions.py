@@ -408,15 +408,9 @@ NATIVE = [(64, "bfloat16"), (128, "float16"), (256, "bfloat16"), (64, "float32")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("name", "size", "dtype"),
-    [
-        pytest.param(name, *kind, marks=cases.slow_unless((place + step) % 3 == 0))
-        for place, name in enumerate(CALLS)
-        for step, kind in enumerate(NATIVE)
-    ],
-)
-def test_native_values(name, size, dtype):
+@pytest.mark.parametrize(("name", "kind"), cases.in_turns(3, CALLS, NATIVE))
+def test_native_values(name, kind):
+    size, dtype = kind
     has_lengths = CALLS[name][1] is not None
     lengths = {} if has_lengths else {"length": 300, "keys": 301}
     given, options = given_for(name, size=size, dtype=dtype, **lengths), CALLS[name][2]

@@ -419,8 +419,7 @@ def test_kernels_compile(call):
 
 
 def check_compiled(call, **more):
-    if isinstance(reason := xla_cuda.sharding(), str):
-        pytest.skip(reason)
+    xla_cuda.skip_unless_it_compiles()
     plan, types = planned(*call, **more)
     assert not isinstance(plan, Refusal)
     for row in compiled.compile_case(compiled.Case(str(call), (), lambda operands: plan.run(**operands), types)):
@@ -494,15 +493,6 @@ def test_derivatives_of_tables_are_left_to_the_reference(size, dtype, determinis
 NATIVE = [(64, "bfloat16"), (128, "float16"), (256, "bfloat16"), (64, "float32"), (96, "bfloat16")]
 
 
-def in_turns(functions, kinds, period):
-    """Lists each function with each head size and dtype, and one or two key heads. One case in `period` is not slow."""
-    every = itertools.product(enumerate(functions), enumerate(itertools.product(kinds, (1, 2))))
-    return [
-        pytest.param(*function, *kind, key_heads, marks=cases.slow_unless((place + step) % period == 0))
-        for (place, function), (step, (kind, key_heads)) in every
-    ]
-
-
 def reference(f, moving, dtype):
     """Returns cotangents of output and log-sum-exp, and what the reference makes of them on a CPU, which compiles it sooner."""
     with jax.default_device(jax.devices("cpu")[0]):
@@ -516,10 +506,11 @@ def reference(f, moving, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("score", "mask", "size", "dtype", "key_heads"),
-    in_turns([*((name, "causal") for name in SCORES), *((None, name) for name in MASKS)], NATIVE, 5),
+    ("functions", "kind", "key_heads"),
+    cases.in_turns(5, [*((name, "causal") for name in SCORES), *((None, name) for name in MASKS)], NATIVE, [1, 2]),
 )
-def test_native_cotangents(score, mask, size, dtype, key_heads):
+def test_native_cotangents(functions, kind, key_heads):
+    (score, mask), (size, dtype) = functions, kind
     shapes = {"batch": (2,), "length": 300, "keys": 333, "heads": HEADS, "key_heads": key_heads}
     given = forward.arrays(**shapes, size=size, dtype=dtype)
     more = {"score_mod": SCORES.get(score), "mask_mod": MASKS.get(mask), "return_residual": True}
@@ -532,9 +523,10 @@ def test_native_cotangents(score, mask, size, dtype, key_heads):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("name", "size", "dtype", "key_heads"), in_turns([(name,) for name in TABLES], [k for k in NATIVE if k[0] < 256], 3)
+    ("name", "kind", "key_heads"), cases.in_turns(3, TABLES, [kind for kind in NATIVE if kind[0] < 256], [1, 2])
 )
-def test_native_cotangents_of_tables(name, size, dtype, key_heads):
+def test_native_cotangents_of_tables(name, kind, key_heads):
+    size, dtype = kind
     shapes = {"batch": (2,), "length": 100, "keys": N_PLACES, "heads": HEADS, "key_heads": key_heads}
     given = {name: jnp.asarray(a) for name, a in forward.arrays(**shapes, size=size, dtype=dtype).items()}
     given |= {"line": LINE, "small": SMALL}

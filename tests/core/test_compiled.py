@@ -43,8 +43,7 @@ def test_cases_are_of_every_op_and_of_every_configuration_of_attention():
 
 @pytest.mark.parametrize("name", [*FEW[:1], *(pytest.param(name, marks=pytest.mark.slow) for name in FEW[1:])])
 def test_ptxas_compiles(name):
-    if isinstance(reason := xla_cuda.sharding(), str):
-        pytest.skip(reason)
+    xla_cuda.skip_unless_it_compiles()
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         rows = compiled.compile_case(all_cases()[name])
     assert [row.error for row in rows] == [""] * len(rows)
@@ -53,8 +52,7 @@ def test_ptxas_compiles(name):
 
 def test_what_ptxas_refuses_is_an_error():
     """There is no such instruction: an error shows that ptxas runs."""
-    if isinstance(reason := xla_cuda.sharding(), str):
-        pytest.skip(reason)
+    xla_cuda.skip_unless_it_compiles()
 
     @plgpu.inline_mgpu()
     def nonsense(_):

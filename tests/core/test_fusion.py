@@ -156,8 +156,7 @@ SINCE_0_12 = {"scaled attention": True}  # the product has its batch axes merged
 
 @pytest.mark.parametrize("name", PRODUCERS)
 def test_xla_fuses_for_cuda_what_it_is_known_to_fuse(name):
-    if isinstance(reason := xla_cuda.sharding(), str):
-        pytest.skip(reason)
+    xla_cuda.skip_unless_it_compiles()
     scores, avals, expected = PRODUCERS[name]
     known = OTHERWISE | (SINCE_0_12 if jax.__version_info__ >= (0, 12) else {})
     assert xla_cuda.is_fused(scores, *avals) == known.get(name, expected)

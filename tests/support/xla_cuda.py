@@ -55,10 +55,15 @@ def sharding() -> jax.sharding.Sharding | str:
     return jax.sharding.SingleDeviceSharding(topology.devices[0])
 
 
-def skip_unless_it_compiles_for_absent_gpus() -> None:
-    """Skips a test that compiles a program for several GPUs and does not run it. Native tests run it if there are GPUs."""
+def skip_unless_it_compiles() -> None:
+    """Skips a test that compiles for a GPU where neither a GPU is there nor JAX's plugin, which compiles without one."""
     if isinstance(reason := sharding(), str):
         pytest.skip(reason)
+
+
+def skip_unless_it_compiles_for_absent_gpus() -> None:
+    """Skips a test that compiles a program for several GPUs and does not run it. Native tests run it if there are GPUs."""
+    skip_unless_it_compiles()
     if jax.default_backend() == "gpu":
         pytest.skip("the compiler sees the GPUs that are there")
 

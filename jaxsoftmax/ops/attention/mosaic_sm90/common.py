@@ -56,8 +56,8 @@ class AttentionGeometry(schedule.TiledGeometry):
     dropout_rate: float
     score_mod: Any = field(default=None, kw_only=True)  # traced function that changes scores, or None
     mask_mod: Any = field(default=None, kw_only=True)  # traced function that hides keys, or None
-    # Factor of what the score function leaves in registers. None where that is a score itself, which may be as large as
-    # `finfo.min`.
+    # Number that turns what the score function leaves in registers into scores. None where it leaves scores, which may be as
+    # large as `finfo.min`.
     changed_factor: float | None = field(default=None, kw_only=True)
     has_lists: bool = field(default=False, kw_only=True)  # tiles visit lists of blocks, which have no holes: see `lists`
 

@@ -89,7 +89,7 @@ def reason_against(function: Function, types: Mapping[str, Any]) -> str | None:
 def factor_of_changed(
     types: Mapping[str, Any], *, scale: float, score_mod: TracedFunction | None = None, **options: Any
 ) -> float | None:
-    """Returns the factor of what `TileFunctions.changed` returns, or None for 1 where scores may be large.
+    """Returns the number that turns results of `TileFunctions.changed` into scores. None stands for 1 where these may be large.
 
     Args:
       types: types of the operands by name.

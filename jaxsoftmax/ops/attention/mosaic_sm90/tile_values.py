@@ -186,7 +186,7 @@ def ptx_operation(instruction: str):
 
 
 def contracted():
-    """Returns the flag of operations of which LLVM may make multiply-adds."""
+    """Returns the flag that lets LLVM join products and sums in multiply-adds."""
     return arith.FastMathFlags.contract
 
 
