@@ -4,7 +4,11 @@ The option `functions` names what the functions of a cell compute. The contender
 functions, and `flex_attention` is torch's, compiled. Beside `alibi` stands `plain`, ours without a bias. Beside `relative`, a
 table with one number for each head and distance, stands `bias`, ours with a whole bias that is made of the table before.
 Gradients of the table, or of the whole bias, count. Beside `prefix_window`, the last `WINDOW` keys and the first `PREFIX`,
-stands `causal`, ours without a function, which visits the blocks between them too.
+stands `causal`, ours without a function, which visits the blocks between them too. Beside `documents` stands
+`with_block_mask`, the same call with a `BlockMask` that was made before.
+
+Cells of the op `block_mask` measure how long ours takes to make one of documents, beside `attention`, the forward pass with it,
+and beside torch's `create_block_mask`, compiled.
 
 Values are checked like those of the same call with arguments. For functions that no arguments mean, and the gradients of
 `soft_cap`, the results of some queries are compared.
@@ -12,6 +16,7 @@ Values are checked like those of the same call with arguments. For functions tha
 
 import functools
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +28,9 @@ import numpy as np
 from benchmarks import attention
 from benchmarks.attention import HIDDEN, SOFT_CAP, TOKENS, WINDOW, Call
 from benchmarks.cells import OURS, Cell, Contender, library, torch
-from benchmarks.check import sampled
+from benchmarks.check import sampled, to_torch
+from jaxsoftmax import BlockMask, block_mask
+from tests.support import oracle
 from tests.support.attention import oracle as attention_oracle
 
 LENGTHS, HEAD_SIZE = (4096, 16384), 128
@@ -90,7 +97,8 @@ FUNCTIONS = {
 def cells(tokens: int = TOKENS, hidden: int = HIDDEN) -> list[Cell]:
     """All cells; with fewer tokens or a smaller hidden size, smaller ones."""
     lengths, heads = sorted({min(length, tokens) for length in LENGTHS}), max(hidden // HEAD_SIZE, 1)
-    return [
+    masks = [mask_cell(Call(tokens // length, length, heads, HEAD_SIZE, **_options("documents", length))) for length in lengths]
+    return masks + [
         cell_of(name, Call(tokens // length, length, heads, HEAD_SIZE, backward=backward, **_options(name, length)))
         for backward in (False, True)
         for length in lengths
@@ -121,7 +129,10 @@ def cell_of(name: str, call: Call) -> Cell:
         if call.soft_cap is not None and call.backward:  # there is no truth of the gradients of keys and values
             whole: Any = cell.sample
             cell = replace(cell, sample=lambda inputs, output: whole(inputs, output)[:1])
-        return replace(cell, contenders=(ours, arguments, flex))
+        if name != "documents":
+            return replace(cell, contenders=(ours, arguments, flex))
+        made = replace(_of_block_mask(call), name="with_block_mask")
+        return replace(cell, contenders=(ours, arguments, made, flex))
     sample = functools.partial(_sample, call, name)
     inputs = functools.partial(_inputs, call, name)
     if name == "alibi":
@@ -143,6 +154,65 @@ def cell_of(name: str, call: Call) -> Cell:
         contenders = (ours, bias, flex)
     fewer = attention._none_fewer if call.backward else _fewer
     return replace(cell, inputs=inputs, sample=sample, fewer=fewer, contenders=contenders)
+
+
+def mask_cell(call: Call) -> Cell:
+    """Returns the cell of a block mask of documents, for attention of a call."""
+    cell = attention.cell_of(call)
+
+    def make(query: Any, key: Any, value: Any, segments: Any) -> Any:
+        return _block_mask(call, segments).kinds
+
+    def prepare(*inputs: Any) -> tuple[Any, ...]:
+        own, others = to_torch(*inputs[3])
+        return own, others
+
+    def build() -> Callable[..., Any]:
+        module = importlib.import_module("torch.nn.attention.flex_attention")
+        create = torch().compile(module.create_block_mask, dynamic=False)
+
+        def run(own: Any, others: Any) -> Any:
+            mask_mod = _documents(call, torch(), ((own, others),))
+            mask = create(mask_mod, call.batch, None, call.length, call.length, device="cuda")
+            return mask.kv_num_blocks + mask.full_kv_num_blocks
+
+        return run
+
+    contenders = (
+        Contender(OURS, lambda: make),
+        replace(_of_block_mask(call), name="attention", sample=cell.sample),
+        Contender("flex_attention", build, prepare, framework="torch", needs=("torch",), sample=lambda inputs, output: []),
+    )
+    sample, options = functools.partial(_sample_of_kinds, call), f"{cell.options} functions=documents"
+    numbers = 2 * call.batch * call.length * 4 + call.batch * math.ceil(call.length / 64) ** 2
+    return replace(
+        cell,
+        op="block_mask",
+        options=options,
+        bytes=numbers,
+        flops=0,
+        blocks=0,
+        sample=sample,
+        fewer=attention._none_fewer,
+        contenders=contenders,
+    )
+
+
+def _block_mask(call: Call, segments: Any) -> BlockMask:
+    """Makes the block mask of documents."""
+    return block_mask(_documents(call, jnp, (segments,)), call.length, batch=call.batch)
+
+
+def _of_block_mask(call: Call) -> Contender:
+    """Returns the contender that attends with a block mask of documents, which is made before."""
+
+    def prepare(query: Any, key: Any, value: Any, segments: Any, *dout: Any) -> tuple[Any, ...]:
+        return query, key, value, _block_mask(call, segments), *dout
+
+    def attend(query: Any, key: Any, value: Any, mask: Any) -> Any:
+        return library.dot_product_attention(query, key, value, mask_mod=mask)
+
+    return Contender("block_mask", lambda: _measured(call, "documents", attend), prepare)
 
 
 # Inputs.
@@ -186,6 +256,23 @@ def _sample(call: Call, name: str, inputs: Sequence[Any], output: Any) -> list[t
     douts = attention._some(dout[0], [b], head, at)
     truths = attention_oracle.cotangents(douts, np.zeros(douts.shape[:-1]), *arrays, **given)
     return [(attention._some(output[0], [b], head, at), truths["query"])]
+
+
+def _sample_of_kinds(call: Call, inputs: Sequence[Any], output: Any) -> list[tuple[np.ndarray, Any]]:
+    """Some rows of blocks of the last batch entry, and what all pairs of a query and a key say of them."""
+    own, others = (np.asarray(ids)[-1] for ids in inputs[3])
+    at = sampled(-(-call.length // 64), 4, 4)
+    truth = []
+    for row in at:
+        seen = own[64 * row : 64 * (row + 1), None] == others
+        blocks = np.pad(seen, [(0, 0), (0, -seen.shape[1] % 64)], mode="edge").reshape(len(seen), -1, 64)
+        truth.append(blocks.any((0, 2)).astype(np.float64) + blocks.all((0, 2)))
+    return [
+        (
+            np.asarray(output)[-1, 0, at].astype(np.float64),
+            oracle.Truth(np.stack(truth), np.full((len(at), len(truth[0])), 0.5)),
+        )
+    ]
 
 
 def _fewer(inputs: Sequence[Any], output: Any) -> list[tuple[str, tuple[Any, ...], Any]]:

@@ -3,6 +3,7 @@
 from jaxsoftmax import cache, online
 from jaxsoftmax._core.choose import Decision, Explanation, explain
 from jaxsoftmax.ops.attention.api import dot_product_attention
+from jaxsoftmax.ops.attention.block_masks import BlockMask, block_mask
 from jaxsoftmax.ops.attention.context_parallel.order import unzigzag, zigzag
 from jaxsoftmax.ops.attention.context_parallel.settings import ContextParallel
 from jaxsoftmax.ops.cross_entropy.api import cross_entropy, linear_cross_entropy
@@ -10,9 +11,11 @@ from jaxsoftmax.ops.softmax.api import log_softmax, logsumexp, softmax
 from jaxsoftmax.ops.top_k.api import categorical, softmax_top_k, top_k
 
 __all__ = [
+    "BlockMask",
     "ContextParallel",
     "Decision",
     "Explanation",
+    "block_mask",
     "cache",
     "categorical",
     "cross_entropy",

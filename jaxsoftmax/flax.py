@@ -27,6 +27,7 @@ from jaxsoftmax._core import arguments
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax.ops.attention import dropout
 from jaxsoftmax.ops.attention.api import dot_product_attention, repeat_heads
+from jaxsoftmax.ops.attention.block_masks import BlockMask
 from jaxsoftmax.ops.attention.checks import DTYPES, dropout_seeds, scores_like
 from jaxsoftmax.ops.attention.context_parallel.settings import ContextParallel, as_context_parallel
 from jaxsoftmax.ops.softmax.api import softmax
@@ -61,7 +62,7 @@ def attention_fn(
     is_causal: bool = False,
     fully_masked_rows: Literal["zero", "mean"] = "zero",
     score_mod: Callable[..., Any] | None = None,
-    mask_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | BlockMask | None = None,
     parallel: ContextParallel | None = None,
 ) -> jax.Array:
     """Computes attention with the arguments of `flax.linen.dot_product_attention` and `flax.nnx.dot_product_attention`.
@@ -110,7 +111,7 @@ def attention_fn(
         in Flax. Modules take `functools.partial(attention_fn, fully_masked_rows="mean")`.
       score_mod: function that changes each score, as in `jaxsoftmax.dot_product_attention`; None (the default) for none.
         Modules take `functools.partial(attention_fn, score_mod=...)`. It cannot be combined with sown weights or einsums.
-      mask_mod: function that says which queries see which keys, likewise.
+      mask_mod: function that says which queries see which keys, or the `jaxsoftmax.BlockMask` of one, likewise.
       parallel: `jaxsoftmax.ContextParallel` that describes how devices share the sequence; None (the default) leaves the
         choice to the library. `zigzag` and `axis_name` cannot be combined with sown weights or custom einsums.
 

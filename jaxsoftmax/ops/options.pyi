@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from typing_extensions import TypedDict
 
+from jaxsoftmax.ops.attention.block_masks import BlockMask
 from jaxsoftmax.ops.attention.checks import Window
 from jaxsoftmax.ops.attention.context_parallel.settings import ContextParallel
 
@@ -51,15 +52,16 @@ class _ScoreOptions(TypedDict, total=False):
     key_scale: ArrayLike | None
     value_scale: ArrayLike | None
     score_mod: Callable[..., Any] | None
-    mask_mod: Callable[..., Any] | None
     implementation: str | None
     precision: lax.PrecisionLike
 
 # `cache.paged_attention`, except `return_lse`.
-class PagedOptions(_ScoreOptions, total=False, closed=True): ...
+class PagedOptions(_ScoreOptions, total=False, closed=True):
+    mask_mod: Callable[..., Any] | None
 
 # `dot_product_attention`, except `return_residual`.
 class AttentionOptions(_ScoreOptions, total=False, closed=True):
+    mask_mod: Callable[..., Any] | BlockMask | None
     query_seq_lengths: ArrayLike | None
     key_value_seq_lengths: ArrayLike | None
     query_segment_ids: ArrayLike | None

@@ -156,7 +156,8 @@ WRITTEN = PAGES | {"key": Q, "value": Q, "positions": np.ones(2, np.int32)}
 ROPE = {"input_positions": {"None"} | NUMBERS | BOOLS | {"a traced float", "a traced bool"}, "rope": FUNCTIONS}
 
 
-TOP_K = {"k": {"an int", "0-d int", "0-d int of JAX"}, "axis": {"an int", "0-d int", "0-d int of JAX"}}
+SIZES = {"an int", "0-d int", "0-d int of JAX"}
+TOP_K = {"k": SIZES, "axis": SIZES}
 TOP_K |= {name: SOFTMAX[name] for name in ("where", "implementation")}
 REAL = {"five axes", "ints of another shape", "a traced array"}
 SOFTMAX_TOP_K = TOP_K | {"logits": REAL, "scale": SOFTMAX["scale"], "normalize": set(), "return_lse": BOOLS}
@@ -190,6 +191,11 @@ CALLS = {
     "softmax_top_k": (jaxsoftmax.softmax_top_k, {"logits": X, "k": 2}, SOFTMAX_TOP_K),
     "categorical": (jaxsoftmax.categorical, {"key": jax.random.key(0), "logits": X}, CATEGORICAL),
     "dot_product_attention": (jaxsoftmax.dot_product_attention, QKV, OPERANDS | ATTENTION),
+    "block_mask": (
+        jaxsoftmax.block_mask,
+        {"mask_mod": lambda b, h, q, k: q >= k, "query_length": 64},
+        {"mask_mod": set(), "query_length": SIZES} | dict.fromkeys(("key_length", "batch", "heads"), {"None"} | SIZES),
+    ),
     "paged_attention": (jaxsoftmax.cache.paged_attention, PAGED, {name: set() for name in PAGED} | OF_PAGED),
     "zigzag": (jaxsoftmax.zigzag, {"x": SQUARE, "n": 1}, ORDER),
     "unzigzag": (jaxsoftmax.unzigzag, {"x": SQUARE, "n": 1}, ORDER),

@@ -947,8 +947,8 @@ FAULTS = (
     Fault(
         "score functions: an array that both functions read is two operands",
         "jaxsoftmax/ops/attention/score_functions.py",
-        "if other is constant), None)",
-        "if other is None), None)",
+        "if other is array), len(constants))",
+        "if other is None), len(constants))",
         "tests/attention/test_score_functions.py -k operands_are_what",
     ),
     Fault(
@@ -1013,6 +1013,20 @@ FAULTS = (
         "return bool(np.any((seen.sum(1) < stop - start) | (whole.sum(1) > last - first)))",
         "return bool(np.any(seen.sum(1) < stop - start))",
         "tests/attention/test_lists.py -k with_holes",
+    ),
+    Fault(
+        "block masks: a block of another size is whole if a part of it is",
+        "jaxsoftmax/ops/attention/mask_blocks.py",
+        "is_same = (parts == FULL).all(at) | (parts == EMPTY).all(at)",
+        "is_same = (parts == FULL).any(at) | (parts == EMPTY).all(at)",
+        "tests/attention/test_block_masks.py -k other_sizes",
+    ),
+    Fault(
+        "block masks: kernels do not read them",
+        "jaxsoftmax/ops/attention/block_masks.py",
+        'return {"block_kinds": mask.kinds.reshape(*own_batch, own_heads, *mask.kinds.shape[-2:])}',
+        "return {}",
+        "tests/attention/test_block_masks.py -k 'believe or visit_lists'",
     ),
     Fault(
         "lists: blocks come in any order",

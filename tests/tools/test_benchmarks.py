@@ -2328,6 +2328,14 @@ def test_plot_of_linear_cross_entropy(tmp_path, capsys):
 # Score and mask functions.
 
 
+def test_block_masks_are_what_pairs_say():
+    call = attention.Call(2, 160, 4, 64, dtype="float32", extras=("segments",))
+    run, rows, said = measured(score_functions.mask_cell(call), peers=frozenset({"attention"}))
+    assert not run.problems, said
+    assert [row.implementation for row in rows] == ["xla", "attention"]
+    assert all(row.error is not None and row.error <= 1 for row in rows)
+
+
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("name", score_functions.FUNCTIONS)
 def test_functions_compute_what_is_measured_beside_them(name, backward):
@@ -2336,8 +2344,8 @@ def test_functions_compute_what_is_measured_beside_them(name, backward):
         2, 160, 4, 64, dtype="float32", backward=backward, **options | ({"window": 40} if "window" in options else {})
     )
     cell = score_functions.cell_of(name, call)
-    peers = frozenset({"arguments", "plain", "bias", "causal"})
+    peers = frozenset({"arguments", "plain", "bias", "causal", "with_block_mask"})
     run, rows, said = measured(cell, peers=peers)
     assert not run.problems, said
-    assert len(rows) == 2
+    assert len(rows) == 2 + (name == "documents")
     assert all(row.error is not None and row.error <= 1 for row in rows if row.implementation == "xla")

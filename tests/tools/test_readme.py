@@ -26,7 +26,18 @@ SUPPORT = (ROOT / "docs/support.md").read_text()
 MOST_WORDS = 900
 HEADER = "| implementation | op | platforms | dtypes |"
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-NO_OPS = {"ContextParallel", "Decision", "Explanation", "cache", "explain", "online", "unzigzag", "zigzag"}
+NO_OPS = {
+    "BlockMask",
+    "ContextParallel",
+    "Decision",
+    "Explanation",
+    "block_mask",
+    "cache",
+    "explain",
+    "online",
+    "unzigzag",
+    "zigzag",
+}
 OPS = {*jaxsoftmax.__all__, "paged_attention"} - NO_OPS
 SHAPE = (16, 1024)  # one that every implementation takes
 ATTENTION_SHAPE = (2, 256, 8, 64)

@@ -13,7 +13,8 @@ from jaxsoftmax._core import arguments, sharding
 from jaxsoftmax._core.choose import check_implementation
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
-from jaxsoftmax.ops.attention import checks, primitive, score_functions
+from jaxsoftmax.ops.attention import block_masks, checks, mask_blocks, primitive, score_functions
+from jaxsoftmax.ops.attention.block_masks import BlockMask
 from jaxsoftmax.ops.attention.context_parallel import order
 from jaxsoftmax.ops.attention.context_parallel.settings import ContextParallel, as_context_parallel
 from jaxsoftmax.ops.attention.implementations import ATTENTION_FAMILY
@@ -76,7 +77,7 @@ def dot_product_attention(
     deterministic_gradients: bool = False,
     fully_masked_rows: Literal["zero", "mean"] = "zero",
     score_mod: Callable[..., Any] | None = None,
-    mask_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | BlockMask | None = None,
     parallel: ContextParallel | None = None,
     implementation: str | None = None,
     precision: lax.PrecisionLike = None,
@@ -156,10 +157,11 @@ def dot_product_attention(
         has the dtype of the score; `-inf` hides the key. The function is traced once, and may use any code of `jax.numpy` and
         `jax.lax` on scalars. It may read arrays that it closes over, at indices that it computes from its arguments, and
         floating ones have derivatives, which must be finite where the key is hidden too. Those of 16 bits add up in float32.
-      mask_mod: function `mask_mod(batch, head, query_index, key_index)` that returns a bool, True where the query sees the key.
-        It is traced likewise. Kernels do not visit blocks of scores that it hides, and a function that is a window around the
-        query runs as `local_window_size`. Kernels refuse functions with operations that they do not have. The reference runs
-        these, unless `implementation` names another one.
+      mask_mod: function `mask_mod(batch, head, query_index, key_index)` that returns a bool, True where the query sees the key;
+        or a `jaxsoftmax.BlockMask`, with which several calls share the search for blocks. It is traced likewise. Kernels do not
+        visit blocks of scores that it hides, and a function that is a window around the query runs as `local_window_size`.
+        Kernels refuse functions with operations that they do not have. The reference runs these, unless `implementation` names
+        another one.
       parallel: `jaxsoftmax.ContextParallel` that says how devices share the sequence. None where tokens have their own order
         and no `jax.shard_map` shards the sequence: a model then picks the strategy.
       implementation: None for the best implementation for this platform, GPU, shape and dtype; or its name, "mosaic", "triton"
@@ -248,8 +250,13 @@ def dot_product_attention(
         operands["seeds"] = jnp.pad(seeds, [(0, 0)] * (seeds.ndim - 1) + [(0, 2)])  # the first query and key have position 0
     window = checks.window(_NAME, local_window_size, is_causal, *lengths, query_offset is not None)
     offset = None if query_offset is None else checks.offset(_NAME, query_offset, batch)
+    hiding: Any = mask_mod
+    if isinstance(mask_mod, BlockMask):
+        kinds = block_masks.kinds_for(_NAME, mask_mod, batch, heads, lengths)
+        operands |= kinds if query_offset is None else {}  # queries at other positions see other blocks
+        hiding = score_functions.Closure(mask_mod.function, mask_mod.arrays)
     functions, arrays = score_functions.functions_and_operands(
-        _NAME, accumulator(query.dtype), score_mod, mask_mod, (*batch, heads)
+        _NAME, accumulator(query.dtype), score_mod, hiding, (*batch, heads)
     )
     operands |= arrays
     if query_offset is None and "mask_mod" in functions:
@@ -281,8 +288,6 @@ def dot_product_attention(
 
 def _with_window_of_mask(window, functions, lengths):
     """Returns the window and the functions, with a mask function that is a window as one."""
-    from jaxsoftmax.ops.attention import mask_blocks
-
     shown = mask_blocks.find_window(functions["mask_mod"], lengths)
     if shown is None:
         return window, functions

@@ -36,6 +36,7 @@ from jaxsoftmax.ops.attention.score_functions import (
 )
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
+BLOCK = 64  # queries, and keys, of a block of a `BlockMask`: those that a warpgroup multiplies at a time
 
 # Pairs of blocks of all batch entries and heads, above which blocks are joined: their intervals would fill memory.
 LARGEST_GRID = 2**22
@@ -220,8 +221,25 @@ def _is_of_distance(jaxpr) -> bool:
     return all(map(is_of_distance, jaxpr.outvars))
 
 
+def find_kinds(function: TracedFunction, operands: Mapping[str, Any], lengths: tuple[int, int], batch_axes: int) -> jax.Array:
+    """Finds what a mask function leaves of blocks of `BLOCK` queries and keys, or of larger ones if there are too many.
+
+    Arguments are those of `mark_blocks`.
+
+    Returns:
+      The operand `block_kinds`, int8 `[*batch, heads, query_blocks, key_blocks]`: `EMPTY`, `PARTIAL` or `FULL`.
+    """
+    block = BLOCK * _joined_for(function, operands, lengths, BLOCK, BLOCK)
+    marks = mark_blocks(function, operands, lengths, block, block, batch_axes)
+    seen, whole = (jnp.asarray(mark, np.int8) for mark in marks)
+    kinds = seen + whole
+    return jnp.broadcast_to(kinds, (*kinds.shape[:-2], *_Grid(lengths, (block, block), 1).counts))
+
+
 def operands_of(function: TracedFunction, operands: Mapping[str, Any]) -> list[str]:
     """Lists the names of the operands that say which blocks a mask function shows."""
+    if operands.get("block_kinds") is not None:
+        return ["block_kinds"]
     names = [*function.table_names]
     names += [name for name, argument in (("entries", "batch"), ("head_numbers", "head")) if argument in function.used]
     return names + [name for name in ("query_offset", "query_numbers", "key_numbers") if operands.get(name) is not None]
@@ -243,9 +261,28 @@ def mark_blocks(
       Two arrays of bool `[*batch, heads, query_blocks, key_blocks]`, with axes of size 1 where nothing varies. They are numpy
       arrays if they are known while tracing.
     """
+    if operands_of(function, operands) == ["block_kinds"]:
+        kinds = operands["block_kinds"]
+        for axis, length, block in zip((-2, -1), lengths, (block_q, block_kv), strict=True):
+            kinds = _rejoined(kinds, axis, length, block)
+        return kinds != EMPTY, kinds == FULL
     grid = _Grid(tuple(lengths), (block_q, block_kv), batch_axes + 1)
     blocks = _Evaluator(grid).result(function, _inputs(function, operands, grid))
     return blocks.high, blocks.low
+
+
+def _rejoined(kinds, axis, length, block):
+    """Returns the kinds of blocks of another size along an axis. A block that takes in parts of others has what they have."""
+    own = BLOCK
+    while -(-length // own) > kinds.shape[axis]:
+        own *= 2
+    first = block * np.arange(-(-length // block))
+    start, stop = first // own, -(-np.minimum(first + block, length) // own)
+    place = np.minimum(start[:, None] + np.arange(max(stop - start)), stop[:, None] - 1)  # [blocks, their parts]
+    parts = jnp.take(kinds, place, kinds.ndim + axis, mode="clip")
+    at = parts.ndim + axis  # behind an axis of the new blocks comes that of their parts
+    is_same = (parts == FULL).all(at) | (parts == EMPTY).all(at)
+    return jnp.where(is_same, parts.max(at), np.int8(PARTIAL))
 
 
 def has_holes(
@@ -277,8 +314,11 @@ def fits_grid(
 
 def _joined_for(function, operands, lengths, block_q, block_kv):
     """Returns how many blocks along both axes count as one for these operands, or their types."""
-    batch = lax.broadcast_shapes(*(_batch_of(name, operands[name]) for name in operands_of(function, operands)), ())
-    heads = operands["head_numbers"].shape[-1] if "head" in function.used else 1
+    names = operands_of(function, operands)
+    batch = lax.broadcast_shapes(*(_batch_of(name, operands[name]) for name in names), ())
+    heads = max(
+        (operands[name].shape[0 - len(AXES[name])] for name in names if name in ("head_numbers", "block_kinds")), default=1
+    )
     return _joined(lengths, block_q, block_kv, math.prod(batch) * heads)
 
 

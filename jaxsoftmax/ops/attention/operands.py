@@ -20,7 +20,8 @@ from jaxsoftmax._core.problem import Problem
 _OPERANDS = {"query": "TNH", "key": "SKH", "value": "SKH", "bias": "NTS", "mask": "NTS", "query_lengths": "", "key_lengths": ""}
 _OPERANDS |= {"query_offset": "", "query_segments": "T", "key_segments": "S", "sinks": "N", "seeds": "N4"}
 _OPERANDS |= {"key_scale": "K", "value_scale": "K"}
-# What score and mask functions read beside scores: see `score_functions.py`.
+# What score and mask functions read beside scores: see `score_functions.py`. `block_kinds` says what a mask function leaves of
+# blocks U of queries and V of keys: see `block_masks.py`.
 MAX_TABLES = 16
 
 
@@ -30,7 +31,8 @@ def table_name(number: int) -> str:
 
 
 TABLES = tuple(map(table_name, range(MAX_TABLES)))
-_OPERANDS |= {"entries": "", "head_numbers": "N", "query_numbers": "T", "key_numbers": "S"} | dict.fromkeys(TABLES, "NE")
+_OPERANDS |= {"entries": "", "head_numbers": "N", "query_numbers": "T", "key_numbers": "S", "block_kinds": "NUV"}
+_OPERANDS |= dict.fromkeys(TABLES, "NE")
 _RESULTS = {"out": "TNH", "lse": "NT"}
 _PAGED = {"key_pages": "PSKH", "value_pages": "PSKH", "page_table": "M", "key_page_scale": "PK", "value_page_scale": "PK"}
 

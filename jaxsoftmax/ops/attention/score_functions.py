@@ -14,8 +14,8 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -106,8 +106,20 @@ def _inner(axes, function, *arrays):
     return map_over_axes(axes, function, arrays)
 
 
+@dataclass(frozen=True, eq=False)
+class Closure:
+    """A traced function with the arrays that it closes over: its table `i` is `arrays[i]`."""
+
+    function: TracedFunction
+    arrays: tuple[Any, ...]
+
+
 def functions_and_operands(
-    function: str, dtype: Any, score_mod: Callable[..., Any] | None, mask_mod: Callable[..., Any] | None, shape: tuple[int, ...]
+    function: str,
+    dtype: Any,
+    score_mod: Callable[..., Any] | None,
+    mask_mod: Callable[..., Any] | Closure | None,
+    shape: tuple[int, ...],
 ) -> tuple[dict[str, TracedFunction], dict[str, jax.Array]]:
     """Traces score and mask functions of the user.
 
@@ -115,7 +127,7 @@ def functions_and_operands(
       function: the public function, for errors.
       dtype: of the scores.
       score_mod: the user's function, or None.
-      mask_mod: the user's function, or None.
+      mask_mod: the user's function, traced or not, or None.
       shape: sizes of the batch axes, and the number of heads.
 
     Returns:
@@ -128,17 +140,54 @@ def functions_and_operands(
     functions: dict[str, TracedFunction] = {}
     constants: list[Any] = []
     for name, user, score_dtype in (("score_mod", score_mod, dtype), ("mask_mod", mask_mod, None)):
-        if user is not None:
-            closed = _traced(function, name, user, score_dtype)
-            functions[name] = _cleaned(function, name, user, closed, constants, score_dtype)
+        if user is None:
+            continue
+        closure = user if isinstance(user, Closure) else trace(function, name, user, score_dtype)
+        numbers = []
+        for array in closure.arrays:
+            known = next((i for i, other in enumerate(constants) if other is array), len(constants))
+            constants += [array] if known == len(constants) else []
+            numbers.append(known)
+        if len(constants) > MAX_TABLES:
+            raise ValueError(
+                f"{function}: {name} must close over at most {MAX_TABLES} arrays, together with the other function, got"
+                f" {len(constants)} with {'a BlockMask' if isinstance(user, Closure) else _where(user)}"
+            )
+        functions[name] = replace(closure.function, tables=tuple(numbers))
     *batch, heads = shape
     used: set[str] = set().union(*(traced.used for traced in functions.values()))
-    operands = {table_name(i): jnp.asarray(c).reshape((1,) * len(shape) + (-1,)) for i, c in enumerate(constants)}
+    operands = {table_name(i): as_table(constant, len(shape)) for i, constant in enumerate(constants)}
+    return functions, operands | numbers_of(used, tuple(batch), heads)
+
+
+def as_table(array: Any, axes: int) -> jax.Array:
+    """Returns an array as an operand that is a table: flat, with `axes` axes of size 1 in front."""
+    return jnp.asarray(array).reshape((1,) * axes + (-1,))
+
+
+def numbers_of(used: Collection[str], batch: tuple[int, ...], heads: int) -> dict[str, jax.Array]:
+    """Returns the operands that number batch entries and heads, for functions that read the arguments `used`."""
+    operands = {}
     if "batch" in used:
         operands["entries"] = jnp.arange(math.prod(batch), dtype=np.int32).reshape(batch)  # their number may be symbolic
     if "head" in used:
         operands["head_numbers"] = lax.iota(np.int32, heads).reshape((1,) * len(batch) + (heads,))
-    return functions, operands
+    return operands
+
+
+def trace(function: str, name: str, user: Callable[..., Any], score_dtype: Any = None) -> Closure:
+    """Traces a score or mask function of the user.
+
+    Args:
+      function: the public function, for errors.
+      name: the parameter of the public function, likewise.
+      user: the user's function.
+      score_dtype: dtype of the scores, or None for a mask function.
+
+    Raises:
+      TypeError, ValueError: as `functions_and_operands`.
+    """
+    return _cleaned(function, name, user, _traced(function, name, user, score_dtype), score_dtype)
 
 
 def _traced(function, name, user, score_dtype) -> ClosedJaxpr:
@@ -178,27 +227,13 @@ def _argument_types(score_dtype) -> list[Any]:
     return scores + [jax.ShapeDtypeStruct((), np.int32)] * len(POSITIONS)
 
 
-def _cleaned(function, name, user, closed: ClosedJaxpr, constants: list[Any], score_dtype) -> TracedFunction:
-    """Makes the arrays that a traced function closes over tables, and writes its calls out.
-
-    Appends arrays that are not among `constants` yet.
-    """
+def _cleaned(function, name, user, closed: ClosedJaxpr, score_dtype) -> Closure:
+    """Makes the arrays that a traced function closes over tables, and writes its calls out."""
     live = _live_constants(closed)
-    numbers: dict[int, int] = {}
-    for index in live:
-        constant = closed.consts[index]
-        _check_table(function, name, user, constant)
-        known = next((i for i, other in enumerate(constants) if other is constant), None)
-        if known is None:
-            known = len(constants)
-            constants.append(constant)
-        numbers[index] = known
-    if len(constants) > MAX_TABLES:
-        raise ValueError(
-            f"{function}: {name} must close over at most {MAX_TABLES} arrays, together with the other function, got"
-            f" {len(constants)} with {_where(user)}"
-        )
-    tables = [(jnp.shape(closed.consts[i]), jnp.result_type(closed.consts[i])) for i in live]
+    arrays = tuple(closed.consts[i] for i in live)
+    for array in arrays:
+        _check_table(function, name, user, array)
+    tables = [(jnp.shape(array), jnp.result_type(array)) for array in arrays]
 
     def clean(*args):
         flat, arguments = args[: len(live)], args[len(live) :]
@@ -218,7 +253,7 @@ def _cleaned(function, name, user, closed: ClosedJaxpr, constants: list[Any], sc
     text = str(program)
     if program.consts or _holds_arrays(program.jaxpr):
         text += f" {next(_distinct)}"
-    return TracedFunction(program, tuple(numbers[i] for i in live), takes_score, frozenset(used), text)
+    return Closure(TracedFunction(program, tuple(range(len(live))), takes_score, frozenset(used), text), arrays)
 
 
 def _holds_arrays(jaxpr: Any) -> bool:

@@ -115,7 +115,8 @@ def shard_of(
         }
         if "query_offset" in operands:
             numbers["query_numbers"] += operands["query_offset"][..., None]
-        operands = {**operands, **numbers}
+        # Kinds of blocks are those of the whole sequence.
+        operands = {name: x for name, x in operands.items() if name != "block_kinds"} | numbers
     sequences = Sequences(queries, keys, window, frozenset(operands))
     return AttentionShard(run, operands, sequences, params["scale"], is_manual, is_partial)
 

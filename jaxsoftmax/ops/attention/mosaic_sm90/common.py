@@ -115,6 +115,8 @@ def lay_out(
     """Reshapes operands as kernels address them. Tables that XLA makes of operands are `[*batch, blocks, numbers]`."""
     arrays, records = OrderedDict(), {}
     for name, array in operands.items():
+        if name == "block_kinds":  # XLA alone reads it
+            continue
         batch_axes = array.ndim - (len(AXES[name]) if name in AXES else 2)
         sizes = array.shape[batch_axes:]
         if AXES.get(name) == "NTS":
