@@ -1007,3 +1007,37 @@ def test_a_strategy_is_taken_where_it_is_not_known_how_sequences_are_sharded():
         placed = {name: jax.device_put(x, NamedSharding(mesh, P())) for name, x in ordered(operands, 2).items()}
         out = jax.jit(of_arrays(attend, **options, strategy="all_gather", zigzag=2))(placed)
     oracle.assert_same_in_float64(reordered(out, 2, 1, is_undone=True), attend(**operands, **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("kind", ["auto", "explicit", "checked"])
+@pytest.mark.parametrize("way", ["ring", "all_gather", "all_to_all"])
+def test_native_functions_of_positions_in_the_whole_sequence(way, kind, in_order):
+    devices = cases.several("gpu")[:4]
+    operands = forward.arrays((2,), length=512, keys=512, heads=4, key_heads=4, size=64, dtype="bfloat16")
+    operands["table"] = numbers(np.random.default_rng(0), 4, 1024).astype(np.float32)
+    wide = {name: np.asarray(array, np.float32) for name, array in operands.items()}
+    with jax.default_device(jax.devices("cpu")[0]), kernels.anew():
+        reference = of_arrays(attend, implementation="xla", precision="highest", return_residual=True)
+        expected = jax.tree.map(np.asarray, with_gradients(reference)(wide))
+    n = None if in_order else len(devices)
+    types = AxisType.Explicit if kind == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((len(devices),), ("x",), axis_types=(types,), devices=devices)
+    own = ordered(operands, n)
+    specs = {name: spec_of(name, array, "x") for name, array in own.items()}
+    options = {"implementation": "mosaic", "return_residual": True, "strategy": way, "zigzag": n}
+    f = of_arrays(attend, **options)
+    if kind == "checked":
+        f = jax.shard_map(of_arrays(attend, **options, axis_name="x"), mesh=mesh, in_specs=(specs,), out_specs=P(None, "x"))
+    with jax.set_mesh(mesh):
+        placed = {name: jax.device_put(array, NamedSharding(mesh, specs[name])) for name, array in own.items()}
+        in_float32 = with_gradients(lambda operands: jax.tree.map(lambda x: x.astype(jnp.float32), f(operands)))
+        results, derivatives = jax.tree.map(np.asarray, jax.jit(in_float32)(placed))
+    if n is not None:
+        results = [reordered(result, n, 1, is_undone=True) for result in results]
+        derivatives = ordered(derivatives, n, is_undone=True)
+    for actual, truth in zip(jax.tree.leaves((tuple(results), derivatives)), jax.tree.leaves(expected), strict=True):
+        actual, most = np.asarray(actual, np.float32), np.max(np.abs(truth), initial=1, where=np.isfinite(truth))
+        np.testing.assert_array_equal(np.isfinite(actual), np.isfinite(truth))
+        np.testing.assert_allclose(actual, truth, rtol=2.0**-5, atol=2.0**-5 * most)
