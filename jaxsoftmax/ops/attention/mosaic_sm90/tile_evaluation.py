@@ -27,7 +27,9 @@ from jaxsoftmax.ops.attention.mosaic_sm90.tile_operations import COMPARISONS, FO
 from jaxsoftmax.ops.attention.mosaic_sm90.tile_values import (
     BOOL,
     COLUMN,
+    EVERY,
     INDEX,
+    MODERATE,
     NUMBER,
     ROW,
     TILE,
@@ -41,6 +43,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.tile_values import (
     element_of,
     known_value,
     on_each,
+    ptx_operation,
     typed,
 )
 from jaxsoftmax.ops.attention.score_functions import inner_program, needed_eqns
@@ -87,25 +90,30 @@ class Evaluation:
         self.columns, self.tables = columns, tables
         self.loaded = {} if loaded is None else dict(loaded)
         self.loads: list[Value] = []  # results of all loads so far
+        self.tile_products = 0  # products of tiles that `_multiplied` has made, which are an operation for each score
 
     # Programs.
 
-    def run(self, program: ClosedJaxpr, arguments: Sequence[Any]) -> list[Value]:
-        """Returns the results of a program, for arguments that are `Value` or `View`."""
-        return [self.number(x) for x in self._run(program.jaxpr, [literal_value(c) for c in program.consts], arguments)]
+    def run(self, program: ClosedJaxpr, arguments: Sequence[Any], factor: float = 1.0) -> list[Value]:
+        """Returns the results of a program, for arguments that are `Value` or `View`; the first one times `factor`."""
+        jaxpr = program.jaxpr
+        values = self._run(jaxpr, [literal_value(c) for c in program.consts], arguments)
+        results = [self.number(_read(v, values)) for v in jaxpr.outvars]
+        if factor != 1:
+            makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+            results[0] = self._multiplied(jaxpr.outvars[0], factor, values, makers)
+        return results
 
-    def _run(self, jaxpr, constants, arguments):
+    def _run(self, jaxpr, constants, arguments) -> dict[Any, Any]:
+        """Returns the values of a program by variable."""
         values: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
         values |= zip(jaxpr.invars, arguments, strict=True)
-
-        def read(atom):
-            return literal_value(atom.val) if isinstance(atom, Literal) else values[atom]
-
         for eqn in needed_eqns(jaxpr)[0]:
-            name, operands = eqn.primitive.name, [read(v) for v in eqn.invars]
+            name, operands = eqn.primitive.name, [_read(v, values) for v in eqn.invars]
             if (inner := inner_program(eqn)) is not None:
                 program, consts = inner
-                results = self._run(program, [literal_value(c) for c in consts], operands)
+                inside = self._run(program, [literal_value(c) for c in consts], operands)
+                results = [_read(v, inside) for v in program.outvars]
             elif name in MOVES:
                 results = [self._moved(eqn, *operands)]
             elif name in OPERATIONS:
@@ -115,7 +123,43 @@ class Evaluation:
             else:
                 raise UnsupportedError(f"the operation {name}")
             values |= zip(eqn.outvars, results, strict=True)
-        return [read(v) for v in jaxpr.outvars]
+        return values
+
+    def _multiplied(self, atom, factor: float, values, makers) -> Value:
+        """Returns a value of a program times a number, which is multiplied where that costs least.
+
+        Sums and selections pass the number on to all of their terms, and a product to one of its factors. What else reads these
+        values reads them as they are. `tile_products` counts what nothing absorbs.
+        """
+        value = self.number(_read(atom, values))
+        if _takes_factors(value):  # at no cost: registers are multiplied by `Value.factor` in any case
+            return replace(value, factor=value.factor * factor, bounds=EVERY)
+        eqn: Any = None if isinstance(atom, Literal) else makers.get(atom)
+        name = "" if eqn is None or value.dtype != np.float32 else eqn.primitive.name
+        operands = [self.number(_read(v, values)) for v in eqn.invars] if name == "mul" or name in _SUMS else []
+        absorbing: Sequence[int] = ()
+        if name == "mul":
+            # A tile with 128 columns has 64 elements in a thread. A number takes 1 product, rows take 2 and columns 32.
+            costs = [(not _takes_factors(x), x.kind, i) for i, x in enumerate(operands)]
+            absorbing = [i for cost, kind, i in sorted(costs) if not cost or (kind < value.kind and not _is_huge(operands[i]))][
+                :1
+            ]
+        elif name in _SUMS and value.kind == TILE:
+            absorbing = range(name == "select_n", len(operands))
+        if absorbing:
+            for i in absorbing:
+                operands[i] = self._multiplied(eqn.invars[i], factor, values, makers)
+            return self.compute(name, *operands, dtype=np.float32)
+        self.tile_products += value.kind == TILE
+        return self._product(value, factor)
+
+    def _product(self, value: Value, factor: float) -> Value:
+        """Returns a value times a number, finite where the value is: a key that `finfo.min` hides has a finite score."""
+        if value.known is not None:
+            most = np.float64(np.inf if np.isinf(value.known) else np.finfo(np.float32).max)
+            return known_value(np.clip(np.float64(value.known) * factor, -most, most), np.float32)
+        # Rounding towards zero ends at the largest number, and saves a comparison.
+        return self.apply(ptx_operation("mul.rz.f32"), np.float32, value, known_value(factor, np.float32))
 
     def _computed(self, name, params, aval, operands) -> Value:
         if aval.size != 1:
@@ -358,6 +402,23 @@ class Evaluation:
 def _composition(function, count) -> ClosedJaxpr:
     with jax.enable_x64(False):
         return jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct((), jnp.float32)] * count)
+
+
+_SUMS = ("add", "add_any", "sub", "neg", "select_n")
+
+
+def _takes_factors(value: Value) -> bool:
+    """Tells whether registers of a value, which is a multiple of scores, are multiplied by a number in any case."""
+    return value.of_score and value.dtype == np.float32 and (value.is_moderate or value.factor != 1)
+
+
+def _is_huge(value: Value) -> bool:
+    """Tells whether a value is a number which another factor might make infinite."""
+    return value.known is not None and not abs(value.known) < MODERATE
+
+
+def _read(atom, values) -> Any:
+    return literal_value(atom.val) if isinstance(atom, Literal) else values[atom]
 
 
 def literal_value(value) -> Value:

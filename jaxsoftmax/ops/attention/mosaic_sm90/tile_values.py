@@ -192,7 +192,7 @@ def contracted():
 
 # Bounds.
 
-_MODERATE = 1e30
+MODERATE = 1e30
 
 
 def as_natural(value: Value) -> Value:
@@ -206,7 +206,7 @@ def within(bounds, dtype) -> tuple[float, float]:
     if dtype == BOOL:
         return EVERY
     if is_float(dtype):
-        return bounds if max(map(abs, bounds)) < _MODERATE else EVERY
+        return bounds if max(map(abs, bounds)) < MODERATE else EVERY
     info = np.iinfo(dtype)
     fits = info.min <= bounds[0] and bounds[1] <= info.max
     return bounds if fits else NATURAL if dtype.kind == "u" else EVERY
