@@ -128,27 +128,31 @@ class Evaluation:
     def _multiplied(self, atom, factor: float, values, makers) -> Value:
         """Returns a value of a program times a number, which is multiplied where that costs least.
 
-        Sums and selections pass the number on to all of their terms, and a product to one of its factors. What else reads these
-        values reads them as they are. `tile_products` counts what nothing absorbs.
+        Sums and selections pass the number on to all of their terms, and products to one of their factors. Other operations
+        read these values as they are. `tile_products` counts the terms that absorb nothing.
+
+        Args:
+          atom: the variable, or a literal.
+          factor: the number.
+          values: values by variable.
+          makers: equations by the variables that they make.
         """
         value = self.number(_read(atom, values))
-        if _takes_factors(value):  # at no cost: registers are multiplied by `Value.factor` in any case
+        if _takes_factors(value):
             return replace(value, factor=value.factor * factor, bounds=EVERY)
         eqn: Any = None if isinstance(atom, Literal) else makers.get(atom)
         name = "" if eqn is None or value.dtype != np.float32 else eqn.primitive.name
-        operands = [self.number(_read(v, values)) for v in eqn.invars] if name == "mul" or name in _SUMS else []
+        operands = [self.number(_read(v, values)) for v in eqn.invars] if name == "mul" or name in _TERMS else []
         absorbing: Sequence[int] = ()
         if name == "mul":
             # A tile with 128 columns has 64 elements in a thread. A number takes 1 product, rows take 2 and columns 32.
-            costs = [(not _takes_factors(x), x.kind, i) for i, x in enumerate(operands)]
-            absorbing = [i for cost, kind, i in sorted(costs) if not cost or (kind < value.kind and not _is_huge(operands[i]))][
-                :1
-            ]
-        elif name in _SUMS and value.kind == TILE:
-            absorbing = range(name == "select_n", len(operands))
+            costs = sorted((x.kind if not _takes_factors(x) else -1, i) for i, x in enumerate(operands) if not _is_huge(x))
+            absorbing = [i for kind, i in costs if kind < value.kind][:1]
+        elif value.kind == TILE and not (name == "div" and _is_huge(operands[0])):
+            absorbing = _TERMS.get(name, ())
+        for i in absorbing:
+            operands[i] = self._multiplied(eqn.invars[i], factor, values, makers)
         if absorbing:
-            for i in absorbing:
-                operands[i] = self._multiplied(eqn.invars[i], factor, values, makers)
             return self.compute(name, *operands, dtype=np.float32)
         self.tile_products += value.kind == TILE
         return self._product(value, factor)
@@ -404,7 +408,8 @@ def _composition(function, count) -> ClosedJaxpr:
         return jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct((), jnp.float32)] * count)
 
 
-_SUMS = ("add", "add_any", "sub", "neg", "select_n")
+# Operations which a number multiplies if it multiplies these operands.
+_TERMS = {"add": (0, 1), "add_any": (0, 1), "sub": (0, 1), "neg": (0,), "select_n": (1, 2), "div": (0,)}
 
 
 def _takes_factors(value: Value) -> bool:
