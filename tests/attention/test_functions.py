@@ -93,6 +93,7 @@ SCORES = {
     "slopes": lambda s, b, h, q, k: s - SLOPES[h].astype(s.dtype) * (q - k).astype(s.dtype),
     "causal slopes": lambda s, b, h, q, k: jnp.where(q >= k, s - SLOPES[h].astype(s.dtype) * (q - k).astype(s.dtype), -jnp.inf),
     "temperatures": lambda s, b, h, q, k: s * TEMPERATURES[h] + (k - q).astype(s.dtype) * -SLOPES[h].astype(s.dtype),
+    "far": lambda s, b, h, q, k: s + ((q * 100003 - k).astype(s.dtype) - (q * 100003).astype(s.dtype)),
     "divided": lambda s, b, h, q, k: s / TEMPERATURES[h] - SLOPES[h].astype(s.dtype) * (q - k).astype(s.dtype) / 3,
     "lines": lambda s, b, h, q, k: s + SLOPES[h].astype(s.dtype) - (OF_BOTH[h, q] - OF_BOTH[h, k] / 3) + OF_BOTH[h, k],
     "hidden by a number": lambda s, b, h, q, k: s + (1 - IS_SHOWN[k]) * LEAST,
@@ -186,7 +187,8 @@ def test_functions_on_a_tile(name, rows_are_queries):
 
 
 @pytest.mark.parametrize(
-    "name", ["causal", "window", "relative", "buckets", "alibi", "documents", "hash", "shifted", *OF_BOUNDS]
+    "name",
+    ["causal", "window", "relative", "buckets", "alibi", "documents", "hash", "shifted", "slopes", "far", *OF_BOUNDS],
 )
 @pytest.mark.parametrize(("first", "start"), [(0, 128), (320, 64)])
 def test_functions_on_tiles_that_end_with_the_sequence(name, first, start):
@@ -365,7 +367,7 @@ def test_kernels_run_functions():
 @pytest.mark.parametrize("name", SCORES)
 def test_functions_that_are_sums_make_powers_of_two(name):
     """Their terms absorb the factor. A table with a number for each score does not, nor what bends scores."""
-    natural = ("relative", "buckets", "gate", "rounded", "powers", "hidden by a product")
+    natural = ("relative", "buckets", "gate", "rounded", "powers", "hidden by a product", "far")
     moderate = {"cap": 3.0, "hiding": 0.125}
     factor = None if name in natural else moderate.get(name, LN2)
     assert plan_of({"score_mod": SCORES[name]}).geometry.changed_factor == factor

@@ -108,11 +108,18 @@ class Line:
 
     def registers(self, kind: int, pairs: int) -> list[Any]:
         """Returns the registers of a value of this kind. Equal ones are the same object."""
-        made: dict[tuple[int, ...], Any] = {}
-        for offsets in self.offsets(kind, pairs):
-            if offsets not in made:
-                made[offsets] = self._register(offsets)
-        return [made[offsets] for offsets in self.offsets(kind, pairs)]
+        return list(map(functools.cache(self._register), self.offsets(kind, pairs)))
+
+    def float_registers(self, kind: int, pairs: int) -> list[Any]:
+        """Returns the registers of a value of this kind as float32, for numbers that these are exact for."""
+        start = arith.sitofp(ir.F32Type.get(), self.start)
+
+        def register(offsets):
+            numbers = [utils.c(float(offset), start.type) for offset in offsets]
+            above = vector.from_elements(ir.VectorType.get((len(offsets),), start.type), numbers)
+            return arith.addf(vector.broadcast(above.type, start), above)
+
+        return list(map(functools.cache(register), self.offsets(kind, pairs)))
 
     def _register(self, offsets: tuple[int, ...]) -> Any:
         offsets = tuple((offset + 2**31) % 2**32 - 2**31 for offset in offsets)  # as int32 wraps around
