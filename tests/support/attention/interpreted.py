@@ -211,7 +211,10 @@ def _results_of_functions(tile: TileFunctions, name, s, start):
     of_row, of_column = (0, None) if tile.rows_are_queries else (None, 0)
     run = jax.vmap(run, (0, of_column, of_column, of_row))
     first, *others = jax.vmap(run, (0, of_row, of_row, of_column))(s, query, head, key)
-    return [first / (tile.changed_factor or 1) if function.takes_score else first, *others]
+    if function.takes_score:
+        most = float(jnp.finfo(first.dtype).max)  # finite results stay finite
+        first = jnp.where(jnp.isinf(first), first, jnp.clip(first / (tile.changed_factor or 1), -most, most))
+    return [first, *others]
 
 
 def _hidden_by_function(tile, s, start, hidden=-jnp.inf, name="mask_mod"):

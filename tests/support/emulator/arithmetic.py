@@ -130,6 +130,13 @@ def fma(a: Any, b: Any, c: Any) -> Any:
     return (a.astype(np.float64) * b.astype(np.float64) + c.astype(np.float64)).astype(a.dtype)
 
 
+def product_towards_zero(a: Any, b: Any) -> Any:
+    """Multiplies, and rounds towards zero: a product of finite numbers is finite."""
+    product = a.astype(np.float64) * b.astype(np.float64)
+    rounded = product.astype(a.dtype)
+    return np.where(np.abs(rounded) > np.abs(product), np.nextafter(rounded, a.dtype.type(0)), rounded)
+
+
 def flushed(values: Any) -> Any:
     return np.where(np.abs(values) < _LEAST, np.copysign(np.float32(0), values), values)
 

@@ -293,7 +293,9 @@ class _Translation:
         if count is not None:
             elements = ir.DenseElementsAttr(attribute)
             if not elements.is_splat:
-                assert dtype == np.uint32, op
+                assert dtype in (np.uint32, np.float32), op
+                if dtype == np.float32:
+                    return tuple(self.program.constant(value, dtype) for value in ir.DenseFPElementsAttr(attribute))
                 values = np.array(ir.DenseIntElementsAttr(attribute)).astype(np.int32).view(dtype).ravel()
                 return tuple(self.program.constant(int(value), dtype) for value in values)
             attribute = elements.get_splat_value()

@@ -279,7 +279,7 @@ class _Assembly:
             )
             values = [self.made(grow, 2 * width, self.read(name, width)) for name in names[1:]]
             return self.compute(np.multiply, 2 * width, names[0], *values)
-        return self.binary(np.multiply, np.multiply, parts, names)
+        return self.binary(np.multiply, arithmetic.product_towards_zero if parts[0] == "rz" else np.multiply, parts, names)
 
     def _mad(self, parts, names):
         if parts[0] != "lo":

@@ -275,7 +275,8 @@ class BackwardGeometry(AttentionGeometry):
     def is_natural(self) -> bool:
         """True if the log-sum-exp is subtracted from scores before both become powers of two.
 
-        With a bias or a score function scores may be as large as `finfo.min`, and so the log-sum-exp.
+        With a bias or a score function scores may be as large as `finfo.min`, and so the log-sum-exp. With `has_large_powers`
+        too: `lse_of_large` bounds what is lost.
         """
         return "bias" in self.names or self.score_factor is None
 
@@ -501,7 +502,10 @@ class BackwardGeometry(AttentionGeometry):
         """Returns log-sum-exp and delta of queries as the kernel takes them. A score of `-inf` then has weight 0."""
         lse = jnp.where(lse == -jnp.inf, 0, lse)
         factor = -1 / self.scale if self.is_seeded else 1 if self.is_natural else LOG2E
-        return lse * factor, -delta if self.seeds_delta else delta
+        lse = lse * factor
+        if self.has_large_powers:  # `finfo.min` stays finite
+            lse = jnp.maximum(lse, float(jnp.finfo(lse.dtype).min))
+        return lse, -delta if self.seeds_delta else delta
 
     def costs(self) -> tuple[int, ...]:
         """Counts the steps of each tile, or says 1 for all where only then tiles come in the order of turns."""

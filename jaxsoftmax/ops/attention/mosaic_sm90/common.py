@@ -21,6 +21,7 @@ from jaxsoftmax.ops.attention import dropout
 from jaxsoftmax.ops.attention.operands import AXES, batch_of
 
 LOG2E = math.log2(math.e)
+LN2 = 1 / LOG2E  # the product of both is 1
 LAYOUT = plgpu.Layout.WGMMA
 ROW_LAYOUT, COL_LAYOUT = LAYOUT.reduce(1), LAYOUT.reduce(0)
 ROWS = 64  # rows of a product of the tensor cores, which a warpgroup holds
@@ -57,7 +58,7 @@ class AttentionGeometry(schedule.TiledGeometry):
     score_mod: Any = field(default=None, kw_only=True)  # traced function that changes scores, or None
     mask_mod: Any = field(default=None, kw_only=True)  # traced function that hides keys, or None
     # Number that turns what the score function leaves in registers into scores. None where it leaves scores, which may be as
-    # large as `finfo.min`.
+    # large as `finfo.min`. With `LN2` they may be so, too: see `factor_of_changed`.
     changed_factor: float | None = field(default=None, kw_only=True)
     has_lists: bool = field(default=False, kw_only=True)  # tiles visit lists of blocks, which have no holes: see `lists`
 
@@ -65,6 +66,11 @@ class AttentionGeometry(schedule.TiledGeometry):
     def score_factor(self) -> float | None:
         """Factor of scores before a soft cap, as they are in registers, or None where they may be as large as `finfo.min`."""
         return self.scale if self.score_mod is None else self.changed_factor
+
+    @property
+    def has_large_powers(self) -> bool:
+        """True if scores are powers of two in registers, and may be as large as `finfo.min`."""
+        return self.score_mod is not None and self.changed_factor == LN2
 
 
 def shapes_of(types: Mapping[str, Any], target: Target) -> dict[str, Any]:
@@ -244,6 +250,18 @@ def dropout_keeps(seeds, b, head, first, block, shape, rate, *, is_transposed=Fa
     row, col = reversed(positions) if is_transposed else positions
     first_word, second_word = (jnp.broadcast_to(seeds[b, head, i], shape) for i in range(2))
     return dropout.keep(first_word, second_word, row, col, rate)
+
+
+def lse_of_large(lse):
+    """Returns the log-sum-exp of scores that may be large, from one that was computed in powers of two.
+
+    Its rounding may put it below the scores, by much if it is large. It is raised by its rounding less 8 then: weights of
+    derivatives are at most `exp(8)`, where they would be infinite in a row whose keys all have scores of -1e9. What comes of
+    the least power of two is `finfo.min`, the score of keys that are hidden by a finite number.
+    """
+    least = float(jnp.finfo(jnp.float32).min)
+    raised = jnp.maximum(lse * (1 + 2.0**-21), lse * (1 - 2.0**-21)) - 8
+    return jnp.where((lse > -jnp.inf) & (lse < 0.69 * least), least, jnp.maximum(lse, raised))
 
 
 def tanh(x):

@@ -29,7 +29,7 @@ from jaxsoftmax import online
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu import schedule
 from jaxsoftmax.ops.attention.mosaic_sm90 import forward
-from jaxsoftmax.ops.attention.mosaic_sm90.common import LOG2E, ROWS
+from jaxsoftmax.ops.attention.mosaic_sm90.common import LOG2E, ROWS, lse_of_large
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import (
     FACTS,
     WIDEST,
@@ -76,6 +76,7 @@ class DecodePlan(forward.ForwardPlan):
                 geometry.unit / LOG2E,
                 jnp.float32 if self.is_partial else dtype,
             )
+            lse = lse_of_large(lse) if geometry.has_large_powers else lse
         else:
             (lse,) = numbers
         if splits > 1 or self.is_partial or rows.box is None:

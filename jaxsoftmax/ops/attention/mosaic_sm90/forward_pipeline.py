@@ -45,6 +45,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     dropout_keeps,
     hidden_zero,
     in_one_segment,
+    lse_of_large,
     tanh,
     views_of,
 )
@@ -746,6 +747,8 @@ class ForwardPipeline:
             o = wgmma.load_product(out, *place, limits, shape, varies=(True, True))
             lse = wgmma.load_product_rows(lse, consumer.row(tile, self.first), left, scores.shape)
             state = online.lift_log2(lse, headroom=scores.headroom, unit=scores.unit)
+            if geometry.has_large_powers:  # the finite ones stay finite
+                state = state._replace(m=jnp.where(lse == -jnp.inf, lse, jnp.maximum(state.m, float(jnp.finfo(lse.dtype).min))))
             # `initial` is normalised, and `_store` divides by (1 - rate) d, where d starts as 2^headroom.
             o = o * ((1 - geometry.dropout_rate) * 2.0**scores.headroom)
         elif "sinks" in consumer.operands:
@@ -773,7 +776,8 @@ class ForwardPipeline:
             wgmma.store_product(out, *place, limits, o)
         else:
             self._copy_out(o)
-        consumer.store_rows(tile, first, lse=online.lse_log2(state, unit=self.scores.unit))
+        lse = online.lse_log2(state, unit=self.scores.unit)
+        consumer.store_rows(tile, first, lse=lse_of_large(lse) if geometry.has_large_powers else lse)
         self._leave_queries()
 
     def _copy_out(self, o):

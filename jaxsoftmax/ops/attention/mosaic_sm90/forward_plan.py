@@ -20,6 +20,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90 import lists
 from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     HOST,
     KERNEL,
+    LN2,
     LOG2E,
     NARROW,
     ROWS,
@@ -529,8 +530,8 @@ def shape_forward(types: Mapping[str, Any], target: Target, **options: Any) -> F
     query, value_size = types["query"], types["value"].shape[-1]
     window = options["window"]
     changed_factor = factor_of_changed(types, **options)
-    # With guesses and ALiBi as a function ptxas spills 52 bytes at head size 128, and 228 at 64.
-    has_small_tiles = max(query.shape[-1], value_size) <= 64 and changed_factor is None
+    # With guesses and ALiBi as a function ptxas spills 52 bytes at head size 128, and 248 at 64, most of them in each step.
+    has_small_tiles = max(query.shape[-1], value_size) <= 64 and changed_factor in (None, LN2)
     is_changed = options.get("score_mod") is not None and (has_small_tiles or query.dtype == jnp.float32)
     is_crowded = bool(CROWDING & types.keys()) or is_changed
     pays = pays_to_guess(types, window) and not is_crowded, pays_to_split(types, window)

@@ -21,8 +21,8 @@ from jaxlib.mlir.dialects import arith
 from jaxsoftmax._core.compat import utils
 from jaxsoftmax._gpu import wgmma
 from jaxsoftmax._gpu.emit import SPLAT, address_of, emit, integer
-from jaxsoftmax.ops.attention.mosaic_sm90.common import LAYOUT, ROW_LAYOUT, ROWS, GlobalOperand
-from jaxsoftmax.ops.attention.mosaic_sm90.tile_evaluation import Evaluation, View, strides_of
+from jaxsoftmax.ops.attention.mosaic_sm90.common import LAYOUT, LN2, LOG2E, ROW_LAYOUT, ROWS, GlobalOperand
+from jaxsoftmax.ops.attention.mosaic_sm90.tile_evaluation import Evaluation, Table, View, strides_of
 from jaxsoftmax.ops.attention.mosaic_sm90.tile_values import (
     COLUMN,
     INDEX,
@@ -91,6 +91,10 @@ def factor_of_changed(
 ) -> float | None:
     """Returns the number that turns results of `TileFunctions.changed` into scores. None stands for 1 where these may be large.
 
+    It is `LN2` where scores may be large and the function takes the logarithm of e for its base: in `score - slope * distance`
+    the factors of scores and the slope are multiplied by it. A weight is then a sum and `exp2`, and not a sum, a product and
+    `exp2` for each score; sums with the largest score are exact.
+
     Args:
       types: types of the operands by name.
       scale: factor of the products.
@@ -100,8 +104,13 @@ def factor_of_changed(
     if score_mod is None:
         return None
     try:
-        changed = _described(Function.of(score_mod), types, ROWS, scale)[0][0]
-        return changed.factor if changed.is_moderate and changed.factor > 0 else None
+        (changed,), evaluation = _described(Function.of(score_mod), types, ROWS, scale)
+        if changed.is_moderate and changed.factor > 0:
+            return changed.factor
+        if "bias" in types or options.get("soft_cap") is not None:  # which take scores
+            return None
+        _, evaluation = _described(Function.of(score_mod), types, ROWS, scale, LOG2E)
+        return LN2 if evaluation.tile_products == 0 else None
     except UnsupportedError:  # `reason_against` says why
         return None
 
@@ -117,15 +126,15 @@ def is_finite(function: Function, types: Mapping[str, Any]) -> bool:
 def loads_tiles(function: Function, types: Mapping[str, Any]) -> bool:
     """Returns True if a function of operands of these types reads an element of a table for each score."""
     try:
-        return any(load.kind == TILE for load in _described(function, types, 64)[1])
+        return any(load.kind == TILE for load in _described(function, types, 64)[1].loads)
     except UnsupportedError:
         return False
 
 
 def _described(
-    function: Function, types: Mapping[str, Any], columns: int, scale: float = 1.0
-) -> tuple[list[Value], list[Value]]:
-    """Describes the results, and all loads, of a function of operands of these types."""
+    function: Function, types: Mapping[str, Any], columns: int, scale: float = 1.0, factor: float = 1.0
+) -> tuple[list[Value], Evaluation]:
+    """Describes the results of a function of operands of these types, times a factor. Returns the evaluation as well."""
     dtypes = {name: types[name].dtype for name in function.operands if name in types}
     for dtype in dtypes.values():
         check_dtype(dtype)
@@ -137,7 +146,7 @@ def _described(
     lengths = types["query"].shape[-3], types["key"].shape[-3]
     # It makes no difference to loads and operations which of both the rows are, except to their kinds.
     arguments = _arguments(function, evaluation, dtypes, row, column, lengths, has_offset, score=_score(scale))
-    return evaluation.run(function.program, arguments), evaluation.loads
+    return evaluation.run(function.program, arguments, factor), evaluation
 
 
 def _arguments(function, evaluation, dtypes, query, key, lengths, offset, head=None, score=None) -> list[Any]:
@@ -254,11 +263,7 @@ class TileFunctions:
         """Returns all results of a function, float32 tiles. The first one is that of `changed`."""
         count = len(self.functions[name].program.jaxpr.outvars)
 
-        def results(evaluation, results, score):
-            first, *others = results
-            return [replace(first, factor=first.factor / (self.changed_factor or 1)), *others]
-
-        return self._run(name, s, start, results, count)
+        return self._run(name, s, start, lambda evaluation, results, score: results, count, 1 / (self.changed_factor or 1))
 
     def add(self, name: str, values: jax.Array, start) -> None:
         """Adds derivatives to that of a table, in float32, in any order.
@@ -269,7 +274,7 @@ class TileFunctions:
           start: first column.
         """
         function = self.functions[name]
-        address = self._present(function).index(str(function.gradient))
+        number = self._present(function).index(str(function.gradient))
 
         def add(evaluation, results, values):
             (place, *factors), values = results, replace(values, factor=1.0)
@@ -279,7 +284,8 @@ class TileFunctions:
                     values = evaluation.compute("select_n", evaluation.compute("eq", values, zero), product, zero)
             places, elements = evaluation.registers(place, place.kind), evaluation.registers(values, TILE)
             varies = bool(place.kind & ROW), bool(place.kind & COLUMN)
-            wgmma.add_at(evaluation.tables[address], places, elements, varies=varies, along_diagonals=place.of_difference)
+            address = evaluation.tables[number].address
+            wgmma.add_at(address, places, elements, varies=varies, along_diagonals=place.of_difference)
             return []
 
         self._evaluate(function, values, start, self._loaded[name], add, None)
@@ -322,11 +328,11 @@ class TileFunctions:
         arrays = self._evaluate(function, None, None, {}, load, kinds)
         return {i: (value, array) for (i, value), array in zip(wanted.items(), arrays, strict=True)}
 
-    def _run(self, name, s, start, finish, count):
+    def _run(self, name, s, start, finish, count, factor=1.0):
         kinds = [plgpu.ShapeDtypeStruct(s.shape, jnp.float32, layout=LAYOUT)] * count
-        return self._evaluate(self.functions[name], s, start, self._loaded[name], finish, kinds)
+        return self._evaluate(self.functions[name], s, start, self._loaded[name], finish, kinds, factor)
 
-    def _evaluate(self, function, s, start, loaded, finish, kinds):
+    def _evaluate(self, function, s, start, loaded, finish, kinds, factor=1.0):
         """Runs a function in registers, and what `finish` does with its results.
 
         Args:
@@ -336,6 +342,7 @@ class TileFunctions:
           loaded: what `_load` returned.
           finish: function of an evaluation, results and scores that returns values.
           kinds: types of the arrays that are made of these values, or None for none.
+          factor: factor of the first result.
         """
         names = self._present(function)
         records = [self.operands[name] for name in names]
@@ -349,7 +356,10 @@ class TileFunctions:
             refs, operands = operands[: len(names)], operands[len(names) :]
             (first, begin, head, *numbers), arrays = operands[: len(scalars)], list(operands[len(scalars) :])
             entries, offsets = numbers[: len(names)], numbers[len(names) :]
-            tables = [_entry(*each) for each in zip(refs, entries, sizes, strict=True)]
+            tables = [
+                Table(_entry(ref, entry, size), record.ref.shape[0] == 1 or size % (2 * record.ref.dtype.itemsize) == 0)
+                for ref, entry, size, record in zip(refs, entries, sizes, records, strict=True)
+            ]
             score: Any = None if s is None else arrays.pop(0)
             taken = {
                 i: _taken(value, array.registers.flat) for (i, (value, _)), array in zip(loaded.items(), arrays, strict=True)
@@ -371,7 +381,7 @@ class TileFunctions:
                     own = replace(columns, registers=own_columns[pairs.start : pairs.stop], line=line.behind(8 * pairs.start))
                     value = replace(value, registers=list(score.registers.flat)[2 * pairs.start : 2 * pairs.stop])
                 arguments = self._arguments(function, evaluation, rows, own, position, number, value)
-                results = finish(evaluation, evaluation.run(function.program, arguments), value)
+                results = finish(evaluation, evaluation.run(function.program, arguments, factor), value)
                 return [evaluation.registers(result, kind) for result, kind in zip(results, wanted, strict=True)]
 
             pairs = self.columns // 8
@@ -409,7 +419,8 @@ def _entry(ref, entry, size):
 def _positions(columns: int, first, start) -> tuple[Value, Value]:
     """Returns the indices of a thread's rows and columns, from `first` and `start` on."""
     row, col = wgmma.product_position()
-    rows, cols = Line(arith.addi(first, row), row_step=1), Line(arith.addi(start, col), column_step=1)
+    # A thread's first column is even: those of a pair are neighbours.
+    rows, cols = Line(arith.addi(first, row), row_step=1), Line(arith.addi(start, col), column_step=1, is_even=True)
     pairs = columns // 8
     return (
         Value(ROW, INDEX, rows.registers(ROW, pairs), line=rows),

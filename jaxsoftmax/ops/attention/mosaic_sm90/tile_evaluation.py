@@ -27,7 +27,9 @@ from jaxsoftmax.ops.attention.mosaic_sm90.tile_operations import COMPARISONS, FO
 from jaxsoftmax.ops.attention.mosaic_sm90.tile_values import (
     BOOL,
     COLUMN,
+    EVERY,
     INDEX,
+    MODERATE,
     NUMBER,
     ROW,
     TILE,
@@ -41,6 +43,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.tile_values import (
     element_of,
     known_value,
     on_each,
+    ptx_operation,
     typed,
 )
 from jaxsoftmax.ops.attention.score_functions import inner_program, needed_eqns
@@ -63,6 +66,19 @@ class View:
 
 
 @dataclass(frozen=True)
+class Table:
+    """A table in global memory.
+
+    Attributes:
+      address: int64, an MLIR value.
+      has_pairs: True if elements with an even number are where a pair of elements may be loaded.
+    """
+
+    address: Any
+    has_pairs: bool
+
+
+@dataclass(frozen=True)
 class Indices:
     """An array of several indices, which only a gather takes."""
 
@@ -76,36 +92,41 @@ class Evaluation:
     it finds out what is unsupported, and which loads there are.
     """
 
-    def __init__(self, columns: int, tables: Sequence[Any] | None = None, loaded: Mapping[int, Value] | None = None):
+    def __init__(self, columns: int, tables: Sequence[Table] | None = None, loaded: Mapping[int, Value] | None = None):
         """Starts an evaluation.
 
         Args:
           columns: number of columns of the tile.
-          tables: for each table of the programs its address in global memory, an int64 MLIR value. None to describe values.
+          tables: the tables of the programs. None to describe values.
           loaded: results of loads, by their numbers in the order of evaluation.
         """
         self.columns, self.tables = columns, tables
         self.loaded = {} if loaded is None else dict(loaded)
         self.loads: list[Value] = []  # results of all loads so far
+        self.tile_products = 0  # products of tiles that `_multiplied` has made, which are an operation for each score
 
     # Programs.
 
-    def run(self, program: ClosedJaxpr, arguments: Sequence[Any]) -> list[Value]:
-        """Returns the results of a program, for arguments that are `Value` or `View`."""
-        return [self.number(x) for x in self._run(program.jaxpr, [literal_value(c) for c in program.consts], arguments)]
+    def run(self, program: ClosedJaxpr, arguments: Sequence[Any], factor: float = 1.0) -> list[Value]:
+        """Returns the results of a program, for arguments that are `Value` or `View`; the first one times `factor`."""
+        jaxpr = program.jaxpr
+        values = self._run(jaxpr, [literal_value(c) for c in program.consts], arguments)
+        results = [self.number(_read(v, values)) for v in jaxpr.outvars]
+        if factor != 1:
+            makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+            results[0] = self._multiplied(jaxpr.outvars[0], factor, values, makers)
+        return results
 
-    def _run(self, jaxpr, constants, arguments):
+    def _run(self, jaxpr, constants, arguments) -> dict[Any, Any]:
+        """Returns the values of a program by variable."""
         values: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
         values |= zip(jaxpr.invars, arguments, strict=True)
-
-        def read(atom):
-            return literal_value(atom.val) if isinstance(atom, Literal) else values[atom]
-
         for eqn in needed_eqns(jaxpr)[0]:
-            name, operands = eqn.primitive.name, [read(v) for v in eqn.invars]
+            name, operands = eqn.primitive.name, [_read(v, values) for v in eqn.invars]
             if (inner := inner_program(eqn)) is not None:
                 program, consts = inner
-                results = self._run(program, [literal_value(c) for c in consts], operands)
+                inside = self._run(program, [literal_value(c) for c in consts], operands)
+                results = [_read(v, inside) for v in program.outvars]
             elif name in MOVES:
                 results = [self._moved(eqn, *operands)]
             elif name in OPERATIONS:
@@ -115,7 +136,47 @@ class Evaluation:
             else:
                 raise UnsupportedError(f"the operation {name}")
             values |= zip(eqn.outvars, results, strict=True)
-        return [read(v) for v in jaxpr.outvars]
+        return values
+
+    def _multiplied(self, atom, factor: float, values, makers) -> Value:
+        """Returns a value of a program times a number, which is multiplied where that costs least.
+
+        Sums and selections pass the number on to all of their terms, and products to one of their factors. Other operations
+        read these values as they are. `tile_products` counts the terms that absorb nothing.
+
+        Args:
+          atom: the variable, or a literal.
+          factor: the number.
+          values: values by variable.
+          makers: equations by the variables that they make.
+        """
+        value = self.number(_read(atom, values))
+        if _takes_factors(value):
+            return replace(value, factor=value.factor * factor, bounds=EVERY)
+        eqn: Any = None if isinstance(atom, Literal) else makers.get(atom)
+        name = "" if eqn is None or value.dtype != np.float32 else eqn.primitive.name
+        operands = [self.number(_read(v, values)) for v in eqn.invars] if name == "mul" or name in _TERMS else []
+        absorbing: Sequence[int] = ()
+        if name == "mul":
+            # A tile with 128 columns has 64 elements in a thread. A number takes 1 product, rows take 2 and columns 32.
+            costs = sorted((x.kind if not _takes_factors(x) else -1, i) for i, x in enumerate(operands) if not _is_huge(x))
+            absorbing = [i for kind, i in costs if kind < value.kind][:1]
+        elif value.kind == TILE and not (name == "div" and _is_huge(operands[0])):
+            absorbing = _TERMS.get(name, ())
+        for i in absorbing:
+            operands[i] = self._multiplied(eqn.invars[i], factor, values, makers)
+        if absorbing:
+            return self.compute(name, *operands, dtype=np.float32)
+        self.tile_products += value.kind == TILE
+        return self._product(value, factor)
+
+    def _product(self, value: Value, factor: float) -> Value:
+        """Returns a value times a number, finite where the value is: a key that `finfo.min` hides has a finite score."""
+        if value.known is not None:
+            most = np.float64(np.inf if np.isinf(value.known) else np.finfo(np.float32).max)
+            return known_value(np.clip(np.float64(value.known) * factor, -most, most), np.float32)
+        # Rounding towards zero ends at the largest number, and saves a comparison.
+        return self.apply(ptx_operation("mul.rz.f32"), np.float32, value, known_value(factor, np.float32))
 
     def _computed(self, name, params, aval, operands) -> Value:
         if aval.size != 1:
@@ -224,8 +285,9 @@ class Evaluation:
         self.loads.append(result)
         return result
 
-    def _elements(self, address, dtype, index: Value) -> list[Any]:
+    def _elements(self, table: Table, dtype, index: Value) -> list[Any]:
         """Loads the elements of a line of numbers in memory. Those of equal numbers in a thread are loaded once."""
+        address = table.address
         kind = utils.dtype_to_ir_type(np.dtype(np.int8) if dtype == BOOL else dtype)
         line = index.line if index.is_finite and index.bounds[0] >= 0 else None  # others may wrap around
         if line is None:
@@ -234,8 +296,11 @@ class Evaluation:
         else:
             places = keys = line.offsets(index.kind, self.columns // 8)
             read = functools.cache(functools.partial(wgmma.load_at, address, kind, line.start))
+            has_pairs = table.has_pairs and line.is_even
 
             def load(offsets):
+                if has_pairs and offsets[0] % 2 == 0 and offsets[-1] == offsets[0] + 1:
+                    return read(offsets[0], count=2)
                 elements = [read(offset) for offset in offsets]
                 return vector.from_elements(ir.VectorType.get((len(offsets),), elements[0].type), elements)
 
@@ -309,7 +374,9 @@ class Evaluation:
         """Returns how an integer follows from a number of the thread, or None."""
         if value.line is not None or value.kind != NUMBER or value.dtype != INDEX or not self._is_there(value):
             return value.line
-        return Line(self.registers(value, NUMBER)[0]) if value.known is None else Line(constant(0), int(value.known))
+        if value.known is not None:
+            return Line(constant(0), int(value.known), is_even=True)
+        return Line(self.registers(value, NUMBER)[0], is_even=value.is_even)
 
     def on_line(self, line: Line, like: Value) -> Value:
         """Returns the value of a line."""
@@ -358,6 +425,24 @@ class Evaluation:
 def _composition(function, count) -> ClosedJaxpr:
     with jax.enable_x64(False):
         return jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct((), jnp.float32)] * count)
+
+
+# Operations which a number multiplies if it multiplies these operands.
+_TERMS = {"add": (0, 1), "add_any": (0, 1), "sub": (0, 1), "neg": (0,), "select_n": (1, 2), "div": (0,)}
+
+
+def _takes_factors(value: Value) -> bool:
+    """Tells whether registers of a value, which is a multiple of scores, are multiplied by a number in any case."""
+    return value.of_score and value.dtype == np.float32 and (value.is_moderate or value.factor != 1)
+
+
+def _is_huge(value: Value) -> bool:
+    """Tells whether a value is a number which another factor might make infinite."""
+    return value.known is not None and not abs(value.known) < MODERATE
+
+
+def _read(atom, values) -> Any:
+    return literal_value(atom.val) if isinstance(atom, Literal) else values[atom]
 
 
 def literal_value(value) -> Value:

@@ -27,6 +27,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.tile_values import (
     EVERY,
     INDEX,
     NATURAL,
+    NUMBER,
     TILE,
     UnsupportedError,
     as_natural,
@@ -94,7 +95,7 @@ def _summed(sign):
     def add(evaluation, operands, params, dtype):
         lines = [evaluation.line(x) for x in operands]
         if None in lines or not any(x.line for x in operands):
-            return operation(evaluation, operands, params, dtype)
+            return replace(operation(evaluation, operands, params, dtype), is_even=all(x.is_even for x in operands))
         return evaluation.on_line(lines[0].plus(lines[1], sign), operation(evaluation.described(), operands, params, dtype))
 
     return add
@@ -110,7 +111,7 @@ def _multiplied(evaluation, operands, params, dtype):
         if x.line is not None:
             described = _PRODUCT(evaluation.described(), operands, params, dtype)
             return evaluation.on_line(x.line.times(int(y.known)), described)
-    return _PRODUCT(evaluation, operands, params, dtype)
+    return replace(_PRODUCT(evaluation, operands, params, dtype), is_even=any(x.is_even for x in operands))
 
 
 _PRODUCT = _elementwise(arith.mulf, arith.muli, bounds=_bounds_of_product)
@@ -205,6 +206,12 @@ def _converted(evaluation, operands, params, dtype):
         if is_float(old):
             narrower = new.itemsize == 2
             return evaluation.rounded(x, new) if narrower else x
+        if x.line is not None and x.registers is not None and x.kind != NUMBER and new == np.float32:
+            pairs = evaluation.columns // 8
+            span = max(map(abs, x.bounds)) + max(abs(offset) for pair in x.line.offsets(x.kind, pairs) for offset in pair)
+            if span < 2**24:  # one sum for each number, not an integer sum and a conversion, which take twice as long each
+                registers = x.line.float_registers(x.kind, pairs)
+                return replace(x, dtype=new, registers=registers, line=None, bounds=within(x.bounds, new))
         convert = arith.sitofp if old.kind == "i" else arith.uitofp
         result = apply(lambda r: convert(typed(r.type, element()), r), new, x, bounds=within(x.bounds, new))
         return evaluation.rounded(result, new)

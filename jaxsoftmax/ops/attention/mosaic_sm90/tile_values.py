@@ -45,6 +45,7 @@ class Value:
       factor: number by which registers have to be multiplied; bounds are those of the product. Factors that follow one another
         are one multiplication so.
       is_moderate: True if it stays far below the largest float32 where products of queries and keys do.
+      is_even: True if it is known to be an even integer.
     """
 
     kind: int
@@ -57,6 +58,7 @@ class Value:
     of_difference: bool = False
     factor: float = 1.0
     is_moderate: bool = False
+    is_even: bool = False
 
     @property
     def is_finite(self) -> bool:
@@ -81,6 +83,7 @@ class Line:
     offset: int = 0
     row_step: int = 0
     column_step: int = 0
+    is_even: bool = False  # `start` is known to be even
 
     def behind(self, columns: int) -> "Line":
         """Returns the line from a later column on."""
@@ -90,10 +93,11 @@ class Line:
         """Adds another line, or subtracts it."""
         start = (arith.addi if sign > 0 else arith.subi)(self.start, other.start)
         steps = (a + sign * b for a, b in zip(self._numbers, other._numbers, strict=True))
-        return Line(start, *steps)
+        return Line(start, *steps, is_even=self.is_even and other.is_even)
 
     def times(self, factor: int) -> "Line":
-        return Line(arith.muli(self.start, constant(factor)), *(factor * number for number in self._numbers))
+        start, numbers = arith.muli(self.start, constant(factor)), (factor * number for number in self._numbers)
+        return Line(start, *numbers, is_even=self.is_even or factor % 2 == 0)
 
     @property
     def _numbers(self) -> tuple[int, int, int]:
@@ -108,11 +112,18 @@ class Line:
 
     def registers(self, kind: int, pairs: int) -> list[Any]:
         """Returns the registers of a value of this kind. Equal ones are the same object."""
-        made: dict[tuple[int, ...], Any] = {}
-        for offsets in self.offsets(kind, pairs):
-            if offsets not in made:
-                made[offsets] = self._register(offsets)
-        return [made[offsets] for offsets in self.offsets(kind, pairs)]
+        return list(map(functools.cache(self._register), self.offsets(kind, pairs)))
+
+    def float_registers(self, kind: int, pairs: int) -> list[Any]:
+        """Returns the registers of a value of this kind as float32, for numbers that these are exact for."""
+        start = arith.sitofp(ir.F32Type.get(), self.start)
+
+        def register(offsets):
+            numbers = [utils.c(float(offset), start.type) for offset in offsets]
+            above = vector.from_elements(ir.VectorType.get((len(offsets),), start.type), numbers)
+            return arith.addf(vector.broadcast(above.type, start), above)
+
+        return list(map(functools.cache(register), self.offsets(kind, pairs)))
 
     def _register(self, offsets: tuple[int, ...]) -> Any:
         offsets = tuple((offset + 2**31) % 2**32 - 2**31 for offset in offsets)  # as int32 wraps around
@@ -125,7 +136,8 @@ def known_value(value: Any, dtype: Any) -> Value:
     number = np.asarray(value).reshape(()).astype(dtype)
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     exact = int(number) if is_integer else float(number)
-    return Value(NUMBER, np.dtype(dtype), None, number, bounds=(exact, exact) if is_integer or np.isfinite(number) else EVERY)
+    bounds = (exact, exact) if is_integer or np.isfinite(number) else EVERY
+    return Value(NUMBER, np.dtype(dtype), None, number, bounds=bounds, is_even=is_integer and exact % 2 == 0)
 
 
 def check_dtype(dtype):
@@ -192,7 +204,7 @@ def contracted():
 
 # Bounds.
 
-_MODERATE = 1e30
+MODERATE = 1e30
 
 
 def as_natural(value: Value) -> Value:
@@ -206,7 +218,7 @@ def within(bounds, dtype) -> tuple[float, float]:
     if dtype == BOOL:
         return EVERY
     if is_float(dtype):
-        return bounds if max(map(abs, bounds)) < _MODERATE else EVERY
+        return bounds if max(map(abs, bounds)) < MODERATE else EVERY
     info = np.iinfo(dtype)
     fits = info.min <= bounds[0] and bounds[1] <= info.max
     return bounds if fits else NATURAL if dtype.kind == "u" else EVERY
