@@ -1,5 +1,6 @@
 """The blocks that mask functions leave empty, in part or whole, against all of their pairs."""
 
+import re
 import time
 
 import jax
@@ -14,6 +15,8 @@ import jaxsoftmax
 from jaxsoftmax.ops.attention import key_blocks, mask_blocks, xla
 from jaxsoftmax.ops.attention.mask_blocks import EMPTY, FULL, PARTIAL
 from jaxsoftmax.ops.attention.score_functions import functions_and_operands, wide_tables
+
+from ..support import xla_cuda
 
 BATCH, HEADS = 2, 3
 RNG = np.random.default_rng(0)
@@ -331,6 +334,22 @@ def test_documents_are_segments(by_keys):
     np.testing.assert_array_equal(result, expected)
 
 
+def test_spans_of_documents_are_three_programs():
+    """XLA has the extremes of the ids, the spans, and their signs: loads from the table are part of the first."""
+    xla_cuda.skip_unless_it_compiles()
+    ids = jnp.zeros((BATCH, 4096), jnp.int32)
+    function, operands = traced(lambda b, h, q, k: ids[b, q] == ids[b, k])
+    names = list(operands)
+
+    def run(*arrays):
+        query = jax.ShapeDtypeStruct((BATCH, 4096, HEADS, 64), jnp.bfloat16)
+        operands = dict(zip(names, arrays, strict=True)) | {"query": query}
+        return mask_blocks.find_block_spans(function, operands, (4096, 4096), 128, 128)
+
+    text = xla_cuda.compiled(run, *map(jax.typeof, operands.values()))
+    assert len(re.findall(r" (?:fusion|gather|reduce|copy|concatenate)\(", text[text.index("ENTRY") :])) == 3
+
+
 TABLES = {
     "causal documents": lambda b, h, q, k: (jnp.asarray(DOCUMENTS)[b, q] == jnp.asarray(DOCUMENTS)[b, k]) & (q >= k),
     "lengths": lambda b, h, q, k: k < jnp.array([33, 50], jnp.int32)[b],
@@ -341,6 +360,7 @@ TABLES = {
     "heads and blocks": lambda b, h, q, k: jnp.asarray(RNG.random((HEADS, 6, 6)) < 0.4)[h, q // 16, k // 16],
     "entries and blocks": lambda b, h, q, k: jnp.asarray(RNG.random((BATCH, 6, 6)) < 0.4)[b, q // 16, k // 16],
     "small blocks": lambda b, h, q, k: jnp.asarray(np.tri(12, dtype=bool))[q // 8, k // 8],
+    "other tokens": lambda b, h, q, k: jnp.asarray(DOCUMENTS)[b, jnp.minimum(q + 20, 95)] == jnp.asarray(DOCUMENTS)[b, 95 - k],
     "flags": lambda b, h, q, k: jnp.asarray(np.arange(96) // 20 % 2 == 0)[k],
     "nothing that varies": lambda b, h, q, k: (jnp.asarray(DOCUMENTS)[b, q] >= 0) & (q >= k),
 }
