@@ -92,11 +92,17 @@ SCORES = {
     "a cap below a length": lambda s, b, h, q, k: jnp.where(k < 4096, 3 * jnp.tanh(s / 3), s),
     "slopes": lambda s, b, h, q, k: s - SLOPES[h].astype(s.dtype) * (q - k).astype(s.dtype),
     "causal slopes": lambda s, b, h, q, k: jnp.where(q >= k, s - SLOPES[h].astype(s.dtype) * (q - k).astype(s.dtype), -jnp.inf),
-    "temperatures": lambda s, b, h, q, k: s * TEMPERATURES[h] + (k - q).astype(s.dtype) * -SLOPES[h].astype(s.dtype),
-    "far": lambda s, b, h, q, k: s + ((q * 100003 - k).astype(s.dtype) - (q * 100003).astype(s.dtype)),
-    "divided": lambda s, b, h, q, k: s / TEMPERATURES[h] - SLOPES[h].astype(s.dtype) * (q - k).astype(s.dtype) / 3,
-    "lines": lambda s, b, h, q, k: s + SLOPES[h].astype(s.dtype) - (OF_BOTH[h, q] - OF_BOTH[h, k] / 3) + OF_BOTH[h, k],
-    "hidden by a number": lambda s, b, h, q, k: s + (1 - IS_SHOWN[k]) * LEAST,
+    "temperatures": lambda s, b, h, q, k: (
+        s * TEMPERATURES[h].astype(s.dtype) + (k - q).astype(s.dtype) * -SLOPES[h].astype(s.dtype)
+    ),
+    "far": lambda s, b, h, q, k: s + ((q * 100003 - k).astype(jnp.float32) - (q * 100003).astype(jnp.float32)).astype(s.dtype),
+    "divided": lambda s, b, h, q, k: (
+        s / TEMPERATURES[h].astype(s.dtype) - SLOPES[h].astype(s.dtype) * (q - k).astype(s.dtype) / 3
+    ),
+    "lines": lambda s, b, h, q, k: (
+        s + (SLOPES[h].astype(jnp.float32) - (OF_BOTH[h, q] - OF_BOTH[h, k] / 3) + OF_BOTH[h, k]).astype(s.dtype)
+    ),
+    "hidden by a number": lambda s, b, h, q, k: s + (1 - IS_SHOWN[k].astype(s.dtype)) * LEAST,
     "hidden by a product": lambda s, b, h, q, k: s + (q < k).astype(s.dtype) * LEAST,
     "steep": lambda s, b, h, q, k: s - SLOPES[h].astype(s.dtype) * 1e30 * jnp.abs(q - k).astype(s.dtype),
     "read twice": lambda s, b, h, q, k: jnp.where(
