@@ -336,6 +336,7 @@ class ForwardScores:
         if geometry.functions:
             at = {"b": tile.b, "head": tile.head, "first": first}
             at |= {"offset": tile.offset} if "query_offset" in operands else {}
+            at |= {"entry": tile.entry}
             at |= {"scale": geometry.scale, "changed_factor": geometry.changed_factor}
             at |= {"ends": (geometry.blocks_q * geometry.block_q, geometry.blocks_kv * self.shape[1])}
             at |= {"heads_per_query": geometry.rows.heads_per_query}

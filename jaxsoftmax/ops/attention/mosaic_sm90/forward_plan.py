@@ -310,7 +310,7 @@ class ForwardGeometry(AttentionGeometry):
         value_width = wide[1] // slabs[1]
         if config.byte_stages and value_width == 256:  # four warpgroups start with 128 registers, and its product takes 158
             value_width = 128
-        n_facts = sum(count for name, count in FACTS.items() if name in self.names)
+        n_facts = sum(count for name, count in FACTS.items() if name in self.names) + self.tells_entries
         self._derive(
             n_warpgroups=config.consumers + config.producers + config.converters,
             queries=n_rows // self.rows.heads_per_query,
@@ -333,6 +333,11 @@ class ForwardGeometry(AttentionGeometry):
             by_ticket=n_facts > 0,
             n_tiles=math.prod(self.batch) * heads * value_parts * blocks_q * self.splits,
         )
+
+    @property
+    def tells_entries(self) -> bool:
+        """True if the number of the batch entry, which functions read, is told of a tile, so that consumers need not wait."""
+        return {"entries", "ranges"} <= self.names
 
     @property
     def functions(self) -> dict[str, Function]:
@@ -590,6 +595,7 @@ class ForwardTile:
     column: Any  # first of the columns of values
     lengths: list[Any]  # numbers of queries and keys of the batch entry
     offset: Any  # position of query 0
+    entry: Any  # number of the batch entry that functions read, or None if consumers load it
     # By segments and the mask function, the first key block that some query may see, the one behind the last, and the same for
     # the key blocks that all queries see. Empty if there are neither. With a list, what it starts with: number and entries.
     ranges: list[Any]
@@ -610,7 +616,7 @@ class ForwardTiles:
     operands: dict[str, GlobalOperand]
 
     def look_up(self, number) -> list[Any]:
-        """Loads what operands say of a tile: those of its `FACTS` that there are."""
+        """Loads what operands say of a tile: those of its `FACTS` that there are, and the number of its batch entry."""
         b, head, _, block, _ = self._coordinates(number)
         facts = []
         for name, count in FACTS.items():
@@ -620,11 +626,14 @@ class ForwardTiles:
                     facts += [lists.load(operand, self.geometry.blocks_q, b, head, block, i) for i in range(count)]
                     continue
                 facts += [operand[b]] if count == 1 else [operand[b, block, i] for i in range(count)]
+        if self.geometry.tells_entries:
+            facts.append(self.operands["entries"][b])
         return facts
 
     def tile(self, number, *facts) -> ForwardTile:
         """Returns a tile with the facts that were looked up."""
         geometry, facts, lengths = self.geometry, list(facts), []
+        entry = facts.pop() if geometry.tells_entries else None
         b, head, column, block, split = self._coordinates(number)
         for name, size in (("query_lengths", geometry.queries), ("key_lengths", geometry.key[0])):
             lengths.append(jnp.clip(facts.pop(0), 0, size) if name in self.operands else jnp.int32(size))
@@ -648,7 +657,7 @@ class ForwardTiles:
             is_empty &= split > 0  # the first one starts with the sinks
         low = jnp.clip(low, 0, geometry.blocks_kv - 1)
         high = jnp.clip(high, low + 1, geometry.blocks_kv)
-        return ForwardTile(b, head, block, split, column, lengths, offset, ranges, low, high, is_empty)
+        return ForwardTile(b, head, block, split, column, lengths, offset, entry, ranges, low, high, is_empty)
 
     def _coordinates(self, number):
         """Returns batch entry, head, first column of values, block of rows, and split of the keys of a tile."""

@@ -149,7 +149,7 @@ def _described(
     return evaluation.run(function.program, arguments, factor), evaluation
 
 
-def _arguments(function, evaluation, dtypes, query, key, lengths, offset, head=None, score=None) -> list[Any]:
+def _arguments(function, evaluation, dtypes, query, key, lengths, offset, head=None, score=None, entry=None) -> list[Any]:
     """Returns the arguments of a program: views of tables, the score, and positions.
 
     Args:
@@ -162,6 +162,7 @@ def _arguments(function, evaluation, dtypes, query, key, lengths, offset, head=N
       offset: position of query 0, a value, or a bool: whether there will be one.
       head: number of the head, in the kernel, or None if it is only known that there will be one.
       score: scores, or None likewise.
+      entry: number of the batch entry, or None to load it where it is present.
     """
     places, number = list(dtypes), Value(NUMBER, INDEX, bounds=NATURAL)
     zero = known_value(0, INDEX)
@@ -181,7 +182,7 @@ def _arguments(function, evaluation, dtypes, query, key, lengths, offset, head=N
     if offset is not False:
         added = number if offset is True else offset
         position = evaluation.compute("add", query, added)
-    others = {"batch": zero, "head": head or number, "query_index": position, "key_index": key}
+    others = {"batch": entry or zero, "head": head or number, "query_index": position, "key_index": key}
     starts = {"entries": zero, "head_numbers": head or number}
     starts |= {
         "query_numbers": evaluation.clamped(query, lengths[0] - 1),
@@ -215,6 +216,7 @@ class TileFunctions:
         head,
         first,
         offset=None,
+        entry=None,
         rows_are_queries: bool = True,
         heads_per_query: int = 1,
         scale: float = 1.0,
@@ -232,6 +234,7 @@ class TileFunctions:
           head: number of the query head; of the key head where rows of several heads are folded.
           first: index of the first row.
           offset: position of query 0, or None for 0.
+          entry: number of the batch entry, or None to load it.
           rows_are_queries: True if rows are queries, False if they are keys.
           heads_per_query: query heads that have a row of each query, folded as `FoldedRows` says.
           scale: factor of the products that are handed over as scores.
@@ -241,7 +244,7 @@ class TileFunctions:
         self.scale, self.changed_factor, self.bounds = scale, changed_factor, tuple((0, end - 1) for end in ends)
         self.functions, self.operands, self.lengths, self.columns = functions, operands, lengths, columns
         self.b, self.head, self.first, self.offset, self.rows_are_queries = b, head, first, offset, rows_are_queries
-        self.heads_per_query = heads_per_query
+        self.heads_per_query, self.entry = heads_per_query, entry
         self._loaded = {name: self._load(function) for name, function in functions.items()}
 
     def changed(self, s: jax.Array, start) -> jax.Array:
@@ -291,7 +294,8 @@ class TileFunctions:
         self._evaluate(function, values, start, self._loaded[name], add, None)
 
     def _present(self, function):
-        return [name for name in function.operands if name in self.operands]
+        known = set() if self.entry is None else {"entries"}
+        return [name for name in function.operands if name in self.operands and name not in known]
 
     def _described(self, function) -> tuple[list[Value], list[Value]]:
         rows, columns = (Value(k, INDEX, bounds=b) for k, b in zip((ROW, COLUMN), self.bounds, strict=True))
@@ -299,9 +303,11 @@ class TileFunctions:
         arguments = self._arguments(function, evaluation, rows, columns, score=_score(self.scale))
         return evaluation.run(function.program, arguments), evaluation.loads
 
-    def _arguments(self, function, evaluation, rows, columns, offset=None, head=None, score=None):
+    def _arguments(self, function, evaluation, rows, columns, offset=None, head=None, score=None, entry=None):
         dtypes = {name: jnp.dtype(self.operands[name].ref.dtype) for name in self._present(function)}
         query, key = (rows, columns) if self.rows_are_queries else (columns, rows)
+        if self.entry is not None and entry is None:  # it is only known that there will be one
+            entry = Value(NUMBER, INDEX)
         offset = (self.offset is not None) if offset is None else offset
         if (count := self.heads_per_query) > 1:  # each row has a head of its own
             first = evaluation.times(head or Value(NUMBER, INDEX, bounds=NATURAL), count)
@@ -309,7 +315,7 @@ class TileFunctions:
             head = evaluation.plus(first, place)
         if self.rows_are_queries and self.lengths[0] == 1:  # other rows are of no query: what heads share is computed once
             query = known_value(0, INDEX)
-        return _arguments(function, evaluation, dtypes, query, key, self.lengths, offset, head, score)
+        return _arguments(function, evaluation, dtypes, query, key, self.lengths, offset, head, score, entry)
 
     def _load(self, function) -> dict[int, tuple[Value, Any]]:
         """Loads what belongs to the head and to the rows: by number of the load its description and its array, of 32 bits."""
@@ -347,7 +353,9 @@ class TileFunctions:
         names = self._present(function)
         records = [self.operands[name] for name in names]
         offset = [] if self.offset is None else [self.offset]
-        scalars = [self.first, 0 if start is None else start, self.head, *(record.index(self.b) for record in records), *offset]
+        entry = [] if self.entry is None else [self.entry]
+        scalars = [self.first, 0 if start is None else start, self.head, *(record.index(self.b) for record in records)]
+        scalars += [*entry, *offset]
         arrays = [] if s is None else [(s, LAYOUT)]
         arrays += [(array, SPLAT if value.kind == NUMBER else ROW_LAYOUT) for value, array in loaded.values()]
         sizes = [int(np.prod(record.ref.shape[1:])) * record.ref.dtype.itemsize for record in records]
@@ -355,7 +363,7 @@ class TileFunctions:
         def make(*operands):
             refs, operands = operands[: len(names)], operands[len(names) :]
             (first, begin, head, *numbers), arrays = operands[: len(scalars)], list(operands[len(scalars) :])
-            entries, offsets = numbers[: len(names)], numbers[len(names) :]
+            entries, offsets = numbers[: len(names)], list(numbers[len(names) :])
             tables = [
                 Table(_entry(ref, entry, size), record.ref.shape[0] == 1 or size % (2 * record.ref.dtype.itemsize) == 0)
                 for ref, entry, size, record in zip(refs, entries, sizes, records, strict=True)
@@ -364,6 +372,7 @@ class TileFunctions:
             taken = {
                 i: _taken(value, array.registers.flat) for (i, (value, _)), array in zip(loaded.items(), arrays, strict=True)
             }
+            known = Value(NUMBER, INDEX, [offsets.pop(0)]) if entry else None
             position = Value(NUMBER, INDEX, [offsets[0]]) if offsets else None
             number = Value(NUMBER, INDEX, [head], bounds=NATURAL)
             rows, columns = (
@@ -380,7 +389,7 @@ class TileFunctions:
                 if s is not None:
                     own = replace(columns, registers=own_columns[pairs.start : pairs.stop], line=line.behind(8 * pairs.start))
                     value = replace(value, registers=list(score.registers.flat)[2 * pairs.start : 2 * pairs.stop])
-                arguments = self._arguments(function, evaluation, rows, own, position, number, value)
+                arguments = self._arguments(function, evaluation, rows, own, position, number, value, known)
                 results = finish(evaluation, evaluation.run(function.program, arguments, factor), value)
                 return [evaluation.registers(result, kind) for result, kind in zip(results, wanted, strict=True)]
 
