@@ -114,8 +114,9 @@ def _functions(folder: Path) -> str:
     cells, lines = _cells(folder / "score_functions.csv"), []
     for name, pass_, length in itertools.product(FUNCTIONS, PASSES, FUNCTION_LENGTHS):
         shape = str(_cell(pass_, 128, length, "")[3])
+        wanted = "attention", pass_, shape
         found = [
-            rows for cell, rows in cells.items() if cell[1:4:2] == (pass_, shape) and f"functions={name}" in cell[4].split()
+            rows for cell, rows in cells.items() if (*cell[:2], cell[3]) == wanted and f"functions={name}" in cell[4].split()
         ]
         rows = found[0] if found else {}
         if OURS not in rows:
