@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from jaxsoftmax._triton import functions, online
+from jaxsoftmax._triton import attention_functions, functions, online
 
 INF = online.INF
 PRECISION = tl.constexpr("tf32x3")  # products of float32 are made of three of TF32; those of 16 bits are exact
@@ -46,6 +46,16 @@ class AttentionPointers(NamedTuple):
     d_out: Any
     lse: Any
     delta: Any
+    words: Any  # what score and mask functions read, see `attention_program`: whole
+    place: Any  # a `FunctionPlace`, or None for whole operands
+
+
+class FunctionPlace(NamedTuple):
+    """The batch entry and the head for which a score or mask function runs."""
+
+    b: Any  # batch entry
+    entry: Any  # number of the batch entry, as the function gets it
+    head: Any  # number of the head, as the function gets it
 
 
 class VisitedBlocks(NamedTuple):
@@ -94,6 +104,12 @@ def _dims(launch, name):
 
 
 @triton.constexpr_function
+def _word(launch, name):
+    """Returns the first word of an operand that functions read; None if it is absent."""
+    return dict(launch.starts).get(name)
+
+
+@triton.constexpr_function
 def _size(launch, name):
     """Returns the head size of an operand."""
     return launch.sizes.value_size if name in ("value", "out", "d_out", "d_value") else launch.sizes.size
@@ -133,7 +149,23 @@ def _of_head(whole, b, head, LAUNCH: tl.constexpr):
         _start(whole.d_out, "d_out", b, head, LAUNCH),
         _start(whole.lse, "lse", b, head, LAUNCH),
         _start(whole.delta, "delta", b, head, LAUNCH),
+        whole.words,
+        FunctionPlace(
+            b,
+            _number("entries", whole.words, b, head, 0, LAUNCH),
+            _number("head_numbers", whole.words, b, head, head, LAUNCH),
+        ),
     )
+
+
+@triton.jit
+def _number(NAME: tl.constexpr, words, b, head, absent, LAUNCH: tl.constexpr):
+    """Returns the number of a batch entry or head that is among the words, or `absent` if it is not."""
+    if _word(LAUNCH, NAME) is None:
+        return (head * 0 + absent).to(tl.int32)
+    else:
+        index = functions.offset(head, _dims(LAUNCH, NAME), 1)
+        return attention_functions.load_word(words, b, index, _word(LAUNCH, NAME), _dims(LAUNCH, NAME), tl.int32)
 
 
 @triton.jit
@@ -199,6 +231,10 @@ def _visited(spans, b, block, visible, LAUNCH: tl.constexpr):
         low, high = tl.maximum(low, tl.load(at)), tl.minimum(high, tl.load(at + 1))
         whole_low, whole_high = tl.maximum(whole_low, tl.load(at + 2)), tl.minimum(whole_high, tl.load(at + 3))
     high = tl.maximum(high, low)
+    if LAUNCH.masks_one_block:
+        # The compiler would make no loop of the one block, and ptxas then spills up to 64 KB (float16, heads of 128, 8.0). It
+        # does not know that the grid has one axis.
+        high += tl.program_id(1)
     if LAUNCH.some_whole:
         whole_low = tl.minimum(tl.maximum(whole_low, low), high)
         whole_high = tl.minimum(tl.maximum(whole_high, whole_low), high)
@@ -254,11 +290,24 @@ def _store(pointer, NAME: tl.constexpr, first, ROWS: tl.constexpr, end, tile, LA
 
 @triton.jit
 def _scores(product, at, rows, cols, visible, MASKED: tl.constexpr, LAUNCH: tl.constexpr):
-    """Computes scores in the unit of `online.push_log2`, `-inf` where hidden, and their derivative by `scale * product`."""
-    scores, slope = product, product
+    """Computes scores in the unit of `online.push_log2`, `-inf` where hidden, and what derivatives are made of.
+
+    Returns:
+      The scores, the derivative of the soft cap, and the results of the score function. The latter are anything without one.
+    """
+    scores, slope, changed = product, product, (product,)
+    if LAUNCH.score_mod is not None:
+        query, key = _positions(at, rows, cols, visible, LAUNCH)
+        inputs = (product * LAUNCH.scores.scale, at.place.entry, at.place.head, query, key)
+        changed = attention_functions.run(LAUNCH.score_mod, LAUNCH, at.words, at.place.b, inputs)
+        scores = tl.broadcast_to(changed[0], product.shape)
     if LAUNCH.scores.soft_cap is not None:
-        scores = functions.tanh(product * (LAUNCH.scores.scale / LAUNCH.scores.soft_cap))
-        slope = 1 - scores * scores
+        capped = functions.tanh(scores * LAUNCH.scores.scale_in_cap)
+        slope = 1 - capped * capped
+        if LAUNCH.score_mod is not None:
+            scores = tl.where(scores == -INF, -INF, capped)
+        else:
+            scores = capped
     if LAUNCH.scores.unit != 1:
         scores = scores * LAUNCH.scores.factor
     if MASKED:
@@ -268,7 +317,25 @@ def _scores(product, at, rows, cols, visible, MASKED: tl.constexpr, LAUNCH: tl.c
             hidden = hidden | (bias == -INF)
             scores += bias
         scores = tl.where(hidden, -INF, scores)
-    return scores, slope
+    return scores, slope, changed
+
+
+@triton.jit
+def _positions(at, rows, cols, visible, LAUNCH: tl.constexpr):
+    """Returns the positions of queries and keys, as score and mask functions get them."""
+    query, key = (rows + visible.offset).to(tl.int32), cols
+    if _word(LAUNCH, "query_numbers") is not None:
+        query = _token_numbers("query_numbers", at, tl.minimum(rows, LAUNCH.sizes.queries - 1), LAUNCH)
+    if _word(LAUNCH, "key_numbers") is not None:
+        key = _token_numbers("key_numbers", at, tl.minimum(cols, LAUNCH.sizes.keys - 1), LAUNCH)
+    return query, key
+
+
+@triton.jit
+def _token_numbers(NAME: tl.constexpr, at, lines, LAUNCH: tl.constexpr):
+    """Loads the numbers of the tokens of a sequence that devices share."""
+    index = functions.offset(lines, _dims(LAUNCH, NAME), 2)
+    return attention_functions.load_word(at.words, at.place.b, index, _word(LAUNCH, NAME), _dims(LAUNCH, NAME), tl.int32)
 
 
 @triton.jit
@@ -289,6 +356,11 @@ def _hidden(at, rows, cols, visible, LAUNCH: tl.constexpr):
         hidden = hidden | (segments != tl.load(at.key_segments + cols, mask=cols < LAUNCH.sizes.keys, other=0))
     if _dims(LAUNCH, "mask") is not None:
         hidden = hidden | (_load_scores(at.mask, "mask", rows, cols, LAUNCH).to(tl.int1) == 0)
+    if LAUNCH.mask_mod is not None:
+        query, key = _positions(at, rows, cols, visible, LAUNCH)
+        inputs = (at.place.entry, at.place.head, query, key)
+        seen = attention_functions.run(LAUNCH.mask_mod, LAUNCH, at.words, at.place.b, inputs)
+        hidden = hidden | (seen[0] == 0)
     return hidden
 
 
@@ -349,8 +421,8 @@ def _clean(tile, scores, MASKED: tl.constexpr, LAUNCH: tl.constexpr):
 
 @triton.jit(repr=_name)
 def attention_forward(
-    query, key, value, bias, mask, query_lengths, key_lengths, query_offset, query_segments, key_segments, seeds, spans,
-    sinks, out, lse, LAUNCH: tl.constexpr,
+    query, key, value, bias, mask, query_lengths, key_lengths, query_offset, query_segments, key_segments, seeds, words,
+    spans, sinks, out, lse, LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """Computes attention of a block of queries, and its log-sum-exp.
 
@@ -359,7 +431,7 @@ def attention_forward(
     b, head, block = _program(LAUNCH)
     whole = AttentionPointers(
         query, key, value, bias, mask, query_lengths, key_lengths, query_offset, query_segments, key_segments, seeds,
-        query, query, query,
+        query, query, query, words, None,
     )  # fmt: skip
     at = _of_head(whole, b, head, LAUNCH)
     visible = _visible(at, block, LAUNCH)
@@ -399,7 +471,7 @@ def _push(m, d, o, q, program, block, MASKED: tl.constexpr, LAUNCH: tl.constexpr
     k = _load(at.key, "key", first, LAUNCH.tiling.block_kv, end, MASKED, LAUNCH)
     v = _load(at.value, "value", first, LAUNCH.tiling.block_kv, end, MASKED, LAUNCH)
     product = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    scores, _ = _scores(product, at, rows[:, None], cols[None, :], program.visible, MASKED, LAUNCH)
+    scores, _, _ = _scores(product, at, rows[:, None], cols[None, :], program.visible, MASKED, LAUNCH)
     m, d, factor, weight = online.push_log2(m, d, scores, LAUNCH.scores.scale_log2, LAUNCH.scores.headroom, LAUNCH.scores.unit)
     weight = _kept(weight, at, rows[:, None], cols[None, :], LAUNCH)
     o = tl.dot(weight.to(v.dtype), _clean(v, scores, MASKED, LAUNCH), o * factor[:, None], input_precision=PRECISION)
@@ -411,14 +483,17 @@ def _push(m, d, o, q, program, block, MASKED: tl.constexpr, LAUNCH: tl.constexpr
 
 @triton.jit(repr=_name)
 def attention_backward_keys(
-    query, key, value, bias, mask, query_lengths, key_lengths, query_offset, query_segments, key_segments, seeds, spans,
-    d_out, lse, delta, d_key, d_value, LAUNCH: tl.constexpr,
+    query, key, value, bias, mask, query_lengths, key_lengths, query_offset, query_segments, key_segments, seeds, words,
+    spans, d_out, lse, delta, d_key, d_value, d_words, LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """Computes the derivatives of a block of keys and their values, by all query heads that share them."""
+    """Computes the derivatives of a block of keys and their values, by all query heads that share them.
+
+    Adds to those of tables that a score function reads if they are wanted, in float32 words which are 0 before.
+    """
     b, key_head, block = _program(LAUNCH)
     whole = AttentionPointers(
         query, key, value, bias, mask, query_lengths, key_lengths, query_offset, query_segments, key_segments, seeds,
-        d_out, lse, delta,
+        d_out, lse, delta, words, None,
     )  # fmt: skip
     at = _of_head(whole, b, key_head * LAUNCH.sizes.groups, LAUNCH)
     visible = _visible(at, block, LAUNCH)
@@ -434,14 +509,14 @@ def attention_backward_keys(
             group, place = _divided(i, n_whole)
             at_group = _of_head(whole, b, key_head * LAUNCH.sizes.groups + group, LAUNCH)
             program = ProgramBlock(at_group, cols, visible)
-            dk, dv = _add_queries(dk, dv, k, v, program, visited.whole_low + place, False, LAUNCH)
+            dk, dv = _add_queries(dk, dv, k, v, program, d_words, visited.whole_low + place, False, LAUNCH)
     if LAUNCH.some_masked:
         n_masked = visited.high - visited.low - n_whole
         for i in range(0, LAUNCH.sizes.groups * n_masked):
             group, place = _divided(i, n_masked)
             at_group = _of_head(whole, b, key_head * LAUNCH.sizes.groups + group, LAUNCH)
             program = ProgramBlock(at_group, cols, visible)
-            dk, dv = _add_queries(dk, dv, k, v, program, _masked(place, visited), True, LAUNCH)
+            dk, dv = _add_queries(dk, dv, k, v, program, d_words, _masked(place, visited), True, LAUNCH)
     at_key, at_value = _start(d_key, "d_key", b, key_head, LAUNCH), _start(d_value, "d_value", b, key_head, LAUNCH)
     _store(at_key, "d_key", first, LAUNCH.tiling.block_kv, LAUNCH.sizes.keys, dk * LAUNCH.scores.scale, LAUNCH)
     _store(at_value, "d_value", first, LAUNCH.tiling.block_kv, LAUNCH.sizes.keys, dv * LAUNCH.kept, LAUNCH)
@@ -459,7 +534,7 @@ def _divided(i, count):
 
 
 @triton.jit
-def _add_queries(dk, dv, k, v, program, block, MASKED: tl.constexpr, LAUNCH: tl.constexpr):
+def _add_queries(dk, dv, k, v, program, d_words, block, MASKED: tl.constexpr, LAUNCH: tl.constexpr):
     """Adds the share of one block of queries of a head to the derivatives of keys and values."""
     at, cols, end = program.at, program.lines, program.visible.end
     first = block * LAUNCH.tiling.block_q
@@ -469,37 +544,58 @@ def _add_queries(dk, dv, k, v, program, block, MASKED: tl.constexpr, LAUNCH: tl.
     lse = tl.load(at.lse + rows, mask=rows < end, other=INF)
     delta = tl.load(at.delta + rows, mask=rows < end, other=0)
     product = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    scores, slope = _scores(product, at, rows[None, :], cols[:, None], program.visible, MASKED, LAUNCH)
+    scores, slope, changed = _scores(product, at, rows[None, :], cols[:, None], program.visible, MASKED, LAUNCH)
     weight = tl.exp2((scores * LAUNCH.scores.scale_log2 - lse[None, :]) * LAUNCH.scores.unit)
     dv = tl.dot(_kept(weight, at, rows[None, :], cols[:, None], LAUNCH).to(v.dtype), d_o, dv, input_precision=PRECISION)
     dp = _kept(tl.dot(v, tl.trans(d_o), input_precision=PRECISION) * LAUNCH.kept, at, rows[None, :], cols[:, None], LAUNCH)
-    _, dx = _derivatives(scores, slope, weight, dp, delta[None, :], MASKED, LAUNCH)
+    _, dc, dx = _derivatives(scores, slope, changed, weight, dp, delta[None, :], MASKED, LAUNCH)
+    if d_words is not None:
+        seen = (rows[None, :] < program.visible.queries) & (cols[:, None] < program.visible.keys)
+        _add_to_tables(d_words, at, changed, dc, seen, LAUNCH)
     dk = tl.dot(dx.to(k.dtype), _clean(q, scores, MASKED, LAUNCH), dk, input_precision=PRECISION)
     return dk, dv
 
 
 @triton.jit
-def _derivatives(scores, slope, weight, dp, delta, MASKED: tl.constexpr, LAUNCH: tl.constexpr):
-    """Returns the derivatives of scores, from those of their weights, and the derivatives of products without the scale."""
+def _derivatives(scores, slope, changed, weight, dp, delta, MASKED: tl.constexpr, LAUNCH: tl.constexpr):
+    """Returns the derivatives of scores, from those of their weights, and what follows from them.
+
+    These are the derivatives of the score function's results, and of products without the scale.
+    """
     ds = weight * (dp - delta)
-    dx = ds
+    dc = ds
     if LAUNCH.scores.soft_cap is not None:
-        dx = ds * slope
-    if MASKED:  # hidden elements may hold NaN
-        ds, dx = tl.where(scores == -INF, 0.0, ds), tl.where(scores == -INF, 0.0, dx)
-    return ds, dx
+        dc = ds * slope
+    dx = dc
+    if LAUNCH.score_mod is not None:
+        dx = dc * changed[1]
+    if MASKED or LAUNCH.score_mod is not None:  # hidden elements, and their derivatives, may be NaN
+        hidden = scores == -INF
+        ds, dc, dx = tl.where(hidden, 0.0, ds), tl.where(hidden, 0.0, dc), tl.where(hidden, 0.0, dx)
+    return ds, dc, dx
+
+
+@triton.jit
+def _add_to_tables(d_words, at, changed, dc, seen, LAUNCH: tl.constexpr):
+    """Adds to derivatives of tables, from those of the score function's results."""
+    for i in tl.static_range(len(LAUNCH.loads)):
+        NAME: tl.constexpr = LAUNCH.loads[i]
+        start = _word(LAUNCH, NAME) + functions.offset(at.place.b, _dims(LAUNCH, NAME), 0)
+        place, factor = changed[2 + 2 * i], changed[3 + 2 * i]
+        values = tl.where(dc == 0, 0.0, dc * factor)  # the factor may be NaN where a key is hidden
+        attention_functions.add_at(d_words + start, place, values, seen)
 
 
 @triton.jit(repr=_name)
 def attention_backward_queries(
-    query, key, value, bias, mask, query_lengths, key_lengths, query_offset, query_segments, key_segments, seeds, spans,
-    d_out, lse, delta, d_query, d_bias, LAUNCH: tl.constexpr,
+    query, key, value, bias, mask, query_lengths, key_lengths, query_offset, query_segments, key_segments, seeds, words,
+    spans, d_out, lse, delta, d_query, d_bias, LAUNCH: tl.constexpr,
 ):  # fmt: skip
     """Computes the derivatives of a block of queries, and those of biases if they are wanted: they are 0 before."""
     b, head, block = _program(LAUNCH)
     whole = AttentionPointers(
         query, key, value, bias, mask, query_lengths, key_lengths, query_offset, query_segments, key_segments, seeds,
-        d_out, lse, delta,
+        d_out, lse, delta, words, None,
     )  # fmt: skip
     at = _of_head(whole, b, head, LAUNCH)
     visible = _visible(at, block, LAUNCH)
@@ -533,10 +629,10 @@ def _add_keys(dq, tiles, program, d_bias, block, MASKED: tl.constexpr, LAUNCH: t
     k = _load(at.key, "key", first, LAUNCH.tiling.block_kv, end, MASKED, LAUNCH)
     v = _load(at.value, "value", first, LAUNCH.tiling.block_kv, end, MASKED, LAUNCH)
     product = tl.dot(tiles.q, tl.trans(k), input_precision=PRECISION)
-    scores, slope = _scores(product, at, rows, cols, program.visible, MASKED, LAUNCH)
+    scores, slope, changed = _scores(product, at, rows, cols, program.visible, MASKED, LAUNCH)
     weight = tl.exp2((scores * LAUNCH.scores.scale_log2 - tiles.lse[:, None]) * LAUNCH.scores.unit)
     dp = _kept(tl.dot(tiles.d_o, tl.trans(v), input_precision=PRECISION) * LAUNCH.kept, at, rows, cols, LAUNCH)
-    ds, dx = _derivatives(scores, slope, weight, dp, tiles.delta[:, None], MASKED, LAUNCH)
+    ds, _, dx = _derivatives(scores, slope, changed, weight, dp, tiles.delta[:, None], MASKED, LAUNCH)
     if d_bias is not None:
         _add_to_bias(d_bias, ds, rows, cols, LAUNCH)
     return tl.dot(dx.to(k.dtype), _clean(k, scores, MASKED, LAUNCH), dq, input_precision=PRECISION)

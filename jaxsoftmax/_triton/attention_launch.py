@@ -11,6 +11,7 @@ import numpy as np
 from jaxsoftmax._core.row_problem import indexed
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._triton import custom_call
+from jaxsoftmax._triton.attention_program import TileProgram
 
 KernelName = Literal["forward", "backward_keys", "backward_queries"]
 Window = tuple[int | None, int | None]
@@ -74,12 +75,18 @@ _READ_SHARED_MEMORY = (9, 10)  # major compute capabilities of the GPUs whose te
 
 
 def tiling_for(
-    kernel: KernelName, itemsize: int, widths: tuple[int, int], target: Target, score_bytes: int = 0
+    kernel: KernelName,
+    itemsize: int,
+    widths: tuple[int, int],
+    target: Target,
+    score_bytes: int = 0,
+    has_score_mod: bool = False,
 ) -> AttentionTiling | None:
     """Returns the tiling of a kernel for tiles of these head sizes, or None if its smallest tiles do not fit.
 
-    If shared memory is short, as the 99 KiB of 8.6, 8.9 and 12.0 are, there are fewer stages, then fewer keys. A bias and a
-    mask, of `score_bytes` bytes for each score, have tiles too, in shared memory and registers: the others shrink then.
+    If shared memory is short, as the 99 KiB of 8.6, 8.9 and 12.0 are, there are fewer stages, then fewer keys. A bias, a mask
+    and what functions load, of `score_bytes` bytes for each score, have tiles too, in shared memory and registers: the others
+    shrink then. With a score function more warps share the derivatives of keys.
     """
     if target.compute_capability is None:
         raise AssertionError(f"Triton compiles for GPUs, not for {target}")
@@ -89,6 +96,10 @@ def tiling_for(
     if score_bytes:
         most = (64, 32) if kernel != "backward_keys" else (32, 64)
         tiling = replace(tiling, block_q=min(tiling.block_q, most[0]), block_kv=min(tiling.block_kv, most[1]))
+    elif has_score_mod and kernel == "backward_keys" and itemsize == 2:
+        # The derivative of the function is one more array. With 4 warps ptxas spills 2840 bytes of a gate, with 8 752 bytes
+        # (float16, heads of 128, 9.0).
+        tiling = replace(tiling, warps=8)
     while shared_bytes(kernel, tiling, itemsize, widths, score_bytes) > target.shared_memory:
         if tiling.stages > 1:
             tiling = replace(tiling, stages=tiling.stages - 1)
@@ -161,19 +172,27 @@ class ScoreScale:
     soft_cap: float | None  # bound of scores `soft_cap * tanh(score / soft_cap)`
     has_bias: bool
     headroom: float  # see `online.push_log2`
+    is_changed: bool = False  # True if a score function stands between the scale and the soft cap
 
     @property
     def factor(self) -> float:
-        """Factor of the products, or of the tanh."""
-        return self.scale if self.soft_cap is None else self.soft_cap
+        """Factor of the products, of the score function's results, or of the tanh."""
+        if self.soft_cap is not None:
+            return self.soft_cap
+        return 1.0 if self.is_changed else self.scale
+
+    @property
+    def scale_in_cap(self) -> float | None:
+        """Factor in the tanh of the soft cap; None without one."""
+        return None if self.soft_cap is None else (1.0 if self.is_changed else self.scale) / self.soft_cap
 
     @property
     def unit(self) -> float:
         """Unit of the scores, see `online.push_log2`; with 1 the factor is multiplied while the exponent is computed.
 
-        A score with a bias may be as large as `finfo.min`, and must not be rounded with a factor.
+        A score with a bias, or of a function, may be as large as `finfo.min`, and must not be rounded with a factor.
         """
-        return 1.0 if not self.has_bias and self.factor > np.finfo(np.float32).tiny else LOG2E
+        return 1.0 if not (self.has_bias or self.is_changed) and self.factor > np.finfo(np.float32).tiny else LOG2E
 
     @property
     def scale_log2(self) -> float:
@@ -205,6 +224,12 @@ class AttentionLaunch:
     is_partial: bool  # True if derivatives of queries are parts of sums, which are multiplied with the scale later
     bias_is_whole: bool  # True if each score has a bias of its own
     dims: tuple[tuple[str, Dims], ...]  # of the operands and results that are present, by name: see `index_dims`
+    score_mod: TileProgram | None = None  # in backward kernels its second result is the derivative by the score
+    mask_mod: TileProgram | None = None
+    starts: tuple[tuple[str, int], ...] = ()  # first words of the operands that functions read, by name
+    # Tables of loads, to whose derivatives `backward_keys` adds. Each load has two more results of the score function: the
+    # place of the element, below 0 for none, and the derivative by it.
+    loads: tuple[str, ...] = ()
 
     def has(self, *names: str) -> bool:
         """Tells whether one of these operands is present."""
@@ -287,9 +312,23 @@ class AttentionLaunch:
     @property
     def some_masked(self) -> bool:
         """True if there may be other blocks."""
-        other = self.sizes.queries if self.by_keys else self.sizes.keys
-        is_banded = self.window != (None, None) or other % self.other_block != 0
-        return not self.some_whole or is_banded or self.has("query_lengths", "key_lengths", "query_segments")
+        return not self.some_whole or self._is_ragged or self._hides_blocks
+
+    @property
+    def masks_one_block(self) -> bool:
+        """True if all rows see all blocks whole, except the last one, which is not full."""
+        return self.some_whole and self._is_ragged and not self._hides_blocks
+
+    @property
+    def _is_ragged(self) -> bool:
+        """True if the last block of the other side is not full."""
+        return (self.sizes.queries if self.by_keys else self.sizes.keys) % self.other_block != 0
+
+    @property
+    def _hides_blocks(self) -> bool:
+        """True if which blocks are seen, or seen whole, depends on the rows or on operands."""
+        has_operands = self.has("query_lengths", "key_lengths", "query_segments")
+        return has_operands or self.window != (None, None) or self.mask_mod is not None
 
     @property
     def own_vary(self) -> bool:
@@ -298,8 +337,8 @@ class AttentionLaunch:
 
     @property
     def hides(self) -> bool:
-        """True if an operand may hide keys between others that are seen."""
-        return self.has("mask", "bias", "query_segments")
+        """True if an operand or a function may hide keys between others that are seen."""
+        return self.has("mask", "bias", "query_segments") or self.mask_mod is not None
 
 
 def index_dims(axes: str, shape: tuple[int, ...], batch: tuple[int, ...], sizes: Mapping[str, int]) -> Dims:
@@ -324,9 +363,10 @@ def index_dims(axes: str, shape: tuple[int, ...], batch: tuple[int, ...], sizes:
 # Pointers of the kernels in their order: of all of them, and of each.
 POINTERS = (
     "query", "key", "value", "bias", "mask", "query_lengths", "key_lengths", "query_offset", "query_segments", "key_segments",
-    "seeds", "spans",
+    "seeds", "words", "spans",
 )  # fmt: skip
 _OWN_POINTERS = {"forward": ("sinks",), **dict.fromkeys(("backward_keys", "backward_queries"), ("d_out", "lse", "delta"))}
+_LAST_RESULTS = {"backward_keys": "d_words", "backward_queries": "d_bias"}  # results that need not be wanted
 
 
 def launch_attention(
@@ -336,7 +376,8 @@ def launch_attention(
     from jaxsoftmax._triton import attention as kernels  # it imports Triton
 
     names = (*POINTERS, *_OWN_POINTERS[launch.kernel])
-    absent: dict[str, Any] = {"d_bias": None} if launch.kernel == "backward_queries" and "d_bias" not in results else {}
+    last = _LAST_RESULTS.get(launch.kernel)
+    absent: dict[str, Any] = {} if last is None or last in results else {last: None}
     return custom_call.launch(
         getattr(kernels, f"attention_{launch.kernel}"),
         [operands.get(name, operands["query"]) for name in names],  # an absent operand is not read
@@ -344,7 +385,7 @@ def launch_attention(
         programs=launch.pairs * launch.blocks,
         warps=launch.tiling.warps,
         stages=launch.tiling.stages,
-        zeroed=(1,) if "d_bias" in results else (),
+        zeroed=() if last is None or absent else (len(results) - 1,),  # kernels add to it
         target=target,
         LAUNCH=launch,
         **absent,

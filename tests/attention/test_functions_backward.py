@@ -591,6 +591,26 @@ def reference(f, moving, dtype):
         return (np.asarray(dout), dlse), jax.tree.map(np.asarray, expected)
 
 
+def test_arrays_that_the_mask_alone_reads_have_no_derivative():
+    """That of others is computed by the kernel nevertheless."""
+    given = {name: jnp.asarray(x) for name, x in forward.arrays(**SQUARE, size=64, dtype="bfloat16").items()}
+
+    def loss(given, heights, slope):
+        def mask_mod(b, h, q, k):
+            return heights[q % 4] > heights[k % 4] - 1
+
+        out = jaxsoftmax.dot_product_attention(**given, mask_mod=mask_mod, score_mod=lambda s, b, h, q, k: s * slope)
+        return jnp.sum(out.astype(jnp.float32))
+
+    heights = jnp.arange(4, dtype=jnp.float32)
+    found = jax.grad(loss, (0, 1, 2))(given, heights, jnp.float32(0.5))
+    assert not found[1].any()
+    assert all(np.any(np.asarray(x)) for x in (*found[0].values(), found[2]))
+    decisions = jaxsoftmax.explain(jax.grad(loss, (0, 1, 2)), given, heights, jnp.float32(0.5), platform="cuda")
+    assert [decision.implementation for decision in decisions] == ["mosaic"] * 2
+    assert not jax.grad(loss, 1)(given, heights, jnp.float32(0.5)).any()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("functions", "kind", "key_heads"),

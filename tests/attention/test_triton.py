@@ -259,6 +259,7 @@ SIZES = {"bfloat16": [64, 128, 256, 512], "float32": [64, 128]}
 SPILLED = {"bfloat16": 32, "float32": 384}  # bytes that a thread may spill of a causal call
 SPILLED_AT_128 = 448  # of keys' derivatives where tensor cores read shared memory: half the threads are faster all the same
 SPILLED_AT_256 = 256  # where the sums of keys' derivatives take half of the registers
+SPILLED_WITH_A_PART = 1024  # with a last block that is not full
 SPILLED_WITH_EVERYTHING = 2048  # with every feature, which have numbers of their own in registers, at head sizes to 128
 
 
@@ -278,6 +279,15 @@ def test_every_configuration_compiles_and_fits(monkeypatch, capability, dtype, s
             most = SPILLED_AT_128
         assert kernel.spilled <= most, kernel
         assert kernel.shared <= target_of(capability).shared_memory, kernel
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", EVERY, ids=str)
+@pytest.mark.parametrize(("dtype", "size"), [("float16", 128), ("float32", 64)])
+def test_one_block_that_is_not_full_needs_no_more_registers(monkeypatch, capability, dtype, size):
+    given, options = with_features([], (size, size), (300, 300), dtype)
+    for kernel in compiled(monkeypatch, capability, given, options):
+        assert kernel.spilled <= SPILLED_WITH_A_PART, kernel
 
 
 @needs_triton

@@ -178,6 +178,7 @@ def interpret(monkeypatch: Any, run_kernel: Callable[..., Any] | None = None) ->
     monkeypatch.setattr(interpreter, "_convert_float", _rounded)
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", functools.partial(_patched, interpreter._patch_lang_tensor))
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_splat", _splat)
 
 
 def run(
@@ -236,6 +237,14 @@ def _dot(builder, a, b, sum, precision, imprecise):
     a, b = (x.data.view(jnp.bfloat16) if x.dtype.scalar == tl.bfloat16 else x.data for x in (a, b))
     product = np.matmul(a.astype(np.float32), b.astype(np.float32))
     return interpreter.TensorHandle(product + sum.data, sum.dtype.scalar)
+
+
+def _splat(builder, kind, number):
+    """Repeats a number in the type of its array. For the interpreter the result of a comparison of floats is a float."""
+    from triton.runtime import interpreter
+
+    del builder
+    return interpreter.TensorHandle(np.full(kind.shape, number.data, number.data.dtype), number.dtype.scalar)
 
 
 CAPABILITIES = [(8, 0), *[pytest.param(c, marks=pytest.mark.slow) for c in ((8, 6), (8, 9), (9, 0), (10, 0), (12, 0))]]

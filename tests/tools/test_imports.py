@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-FILES = [path for path in TESTS.rglob("*.py") if path.name.startswith("test_") or path.name == "triton_interpreted.py"]
+FILES = [path for path in TESTS.rglob("*.py") if path.name.startswith("test_") or path.name.endswith("_interpreted.py")]
 
 
 def imported(path):

@@ -45,6 +45,7 @@ from jaxsoftmax.ops.attention.operands import (
     OPERANDS,
     PAGED_OPERANDS,
     RESULTS,
+    TABLES,
     TANGENTS,
     AttentionProblem,
     batch_of,
@@ -127,6 +128,12 @@ def _is_of_bytes(operands):
 
 
 def _attention_jvp(operands, tangents, *, return_lse, **params):
+    score_mod = params.get("score_mod")
+    read = () if score_mod is None else score_mod.table_names
+    tangents = {name: t for name, t in tangents.items() if name not in TABLES or name in read}  # a mask has no derivative
+    if not tangents:
+        results = bind(ATTENTION, operands, return_lse=return_lse, **params)
+        return results, [None] * len(results)
     if _is_of_bytes(operands):
         attend = functools.partial(bind, ATTENTION, return_lse=return_lse, **params)
         return _jvp_of(lambda operands: attend(dequantised(operands)), operands, tangents)

@@ -24,12 +24,13 @@ from jaxsoftmax._triton.attention_launch import (
     ScoreScale,
     WeightDropout,
 )
-from jaxsoftmax.ops.attention import dropout, key_blocks
+from jaxsoftmax.ops.attention import dropout, key_blocks, mask_blocks, triton_functions
 from jaxsoftmax.ops.attention.operands import (
     AXES,
     INITIAL_D_QUERY,
     INITIAL_RESULTS,
     OPERANDS,
+    TABLES,
     AttentionProblem,
     batch_of,
     cotangents_of_rows,
@@ -39,14 +40,21 @@ from jaxsoftmax.ops.attention.operands import (
     summed_to,
     without_pages,
 )
+from jaxsoftmax.ops.attention.triton_functions import FunctionPrograms
 
 MAX_HEAD_SIZE = {"float16": 512, "bfloat16": 512, "float32": 128}
 MAX_HEAD_SIZE_BACKWARD = {"float16": 256, "bfloat16": 256, "float32": 128}
 DTYPES = tuple(MAX_HEAD_SIZE)
 
 # The kernels that compute cotangents, with the operands of those: a kernel runs if something that it makes is wanted.
-_BACKWARD: dict[KernelName, tuple[str, ...]] = {"backward_keys": ("key", "value"), "backward_queries": ("query", "bias")}
+_BACKWARD: dict[KernelName, tuple[str, ...]] = {
+    "backward_keys": ("key", "value", *TABLES),
+    "backward_queries": ("query", "bias"),
+}
 
+
+# Remove it once the kernels ran with functions on a GPU: they were compiled and interpreted.
+_NEW = "with score_mod or mask_mod it runs only where it is asked for: it was not run on a GPU so"
 
 # Plans.
 
@@ -103,21 +111,26 @@ class TritonBackwardPlan:
         return "; ".join(said) or "no kernel: cotangents of sinks follow from the results"
 
     def run(self, **operands: jax.Array | None) -> list[jax.Array]:
-        params, arrays = self.problem.params, _in_order(operands)
+        params, arrays, has_functions = self.problem.params, _in_order(operands), bool(self.problem.functions)
         wanted, is_partial = params["wanted"], params.get("is_partial", False)
         out: Any = operands["out"]
         lse: Any = operands["lse"]
-        d_out, delta = cotangents_of_rows(arrays, out, lse, operands.get("d_out"), operands.get("d_lse"), params["window"])
+        cotangents_of_results = operands.get("d_out"), operands.get("d_lse"), params["window"]
+        d_out, delta = cotangents_of_rows(arrays, out, lse, *cotangents_of_results, has_functions=has_functions)
         cotangents = {}
         if "sinks" in wanted:
             cotangents["sinks"] = cotangents_of_sinks(arrays["sinks"], lse, delta)
         # A query that sees nothing has weights of 0: exp(score - inf).
         lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * (LOG2E / _score_scale(params, arrays).unit))
         rows = {"d_out": d_out, "lse": lse, "delta": delta}
+        computed_names = _computed(params)
         for kernel, tiling in self.tilings:
-            results = _cotangent_types(kernel, arrays, wanted, is_partial)
-            computed = _launch(kernel, tiling, self.target, params, arrays | rows, results)
-            cotangents |= dict(zip(_BACKWARD[kernel], computed, strict=False))
+            results = _cotangent_types(kernel, arrays, computed_names, is_partial)
+            computed = dict(zip(results, _launch(kernel, tiling, self.target, params, arrays | rows, results), strict=True))
+            if (words := computed.pop("d_words", None)) is not None:
+                cotangents |= triton_functions.arrays_of(words, arrays, computed_names)
+            cotangents |= {name.removeprefix("d_"): array for name, array in computed.items()}
+        cotangents |= {name: jnp.zeros(arrays[name].shape, jnp.float32) for name in wanted if name not in cotangents}
         cotangents = {name: summed_to(cotangents[name], arrays[name].shape) for name in wanted}
         if (earlier := operands.get(INITIAL_D_QUERY)) is not None:
             cotangents["query"] += earlier
@@ -131,8 +144,6 @@ def plan(problem: AttentionProblem, target: Target) -> Plan | Refusal:
         return Refusal(f"it has no kernel for {name}", lacks_kernel=True)
     if problem.devices:
         return Refusal("it does not merge over devices")
-    if problem.functions:
-        return Refusal(f"it has no kernel for {' and '.join(problem.functions)}")
     if (reason := availability.missing()) is not None:
         return Refusal(reason)
     types = problem.types
@@ -141,18 +152,24 @@ def plan(problem: AttentionProblem, target: Target) -> Plan | Refusal:
     reason = reason or _refused_shapes(types) or (None if is_forward else _refused_gradients(types, params))
     if reason is not None:
         return Refusal(reason)
-    backward = [kernel for kernel, names in _BACKWARD.items() if not set(names).isdisjoint(params.get("wanted", ()))]
+    wanted = _computed(params)
+    tables = None if is_forward else [name for name in wanted if name in TABLES]
+    if tables and params["deterministic_gradients"]:
+        return Refusal("derivatives of arrays that score_mod reads are summed in any order", lacks_kernel=True)
+    if (reason := triton_functions.reason_against(problem.functions, types, tables)) is not None:
+        return Refusal(reason, lacks_kernel=bool(tables))
+    backward = [kernel for kernel, names in _BACKWARD.items() if not set(names).isdisjoint(wanted)]
     kernels: list[KernelName] = ["forward"] if is_forward else backward
     tilings: list[tuple[KernelName, AttentionTiling]] = []
     for kernel in kernels:
-        if (tiling := _tiling(kernel, types, target)) is None:
+        if (tiling := _tiling(kernel, types, target, _programs(kernel, params))) is None:
             return Refusal(f"its smallest tiles need more than {target.shared_memory} bytes of shared memory for a program")
         tilings.append((kernel, tiling))
     if is_forward:
         attention = TritonForwardPlan(problem, target, tilings[0][1])
     else:
         attention = TritonBackwardPlan(problem, target, tuple(tilings))
-    reason = _slower(types) or availability.refused_unless_forced(target)
+    reason = _slower(types) or availability.refused_unless_forced(target) or (_NEW if problem.functions else None)
     return attention if reason is None else Refusal(reason, attention)
 
 
@@ -224,24 +241,45 @@ def _bias_is_whole(arrays: Mapping[str, Any]) -> bool:
     return "bias" in arrays and arrays["bias"].shape == (*batch, sizes.heads, sizes.queries, sizes.keys)
 
 
-def _tiling(kernel: KernelName, types: Mapping[str, Any], target: Target) -> AttentionTiling | None:
+def _computed(params: Mapping[str, Any]) -> list[str]:
+    """Lists the cotangents that are wanted, except those of arrays that no score function reads: they are 0."""
+    score_mod = params.get("score_mod")
+    moving = () if score_mod is None else score_mod.table_names
+    return [name for name in params.get("wanted", ()) if name not in TABLES or name in moving]
+
+
+def _programs(kernel: KernelName, params: Mapping[str, Any]) -> FunctionPrograms:
+    """Returns the programs of score and mask functions that a kernel runs."""
+    functions = {name: params[name] for name in ("score_mod", "mask_mod") if params.get(name) is not None}
+    if kernel == "forward":
+        return triton_functions.programs_of(functions, None)
+    tables = [name for name in _computed(params) if name in TABLES and kernel == "backward_keys"]
+    return triton_functions.programs_of(functions, tables)
+
+
+def _tiling(kernel: KernelName, types: Mapping[str, Any], target: Target, programs: FunctionPrograms) -> AttentionTiling | None:
     sizes = _sizes(types)
-    score_bytes = sum(types[name].dtype.itemsize for name in ("bias", "mask") if name in types)
-    return attention_launch.tiling_for(kernel, sizes.itemsize, sizes.widths, target, score_bytes)
+    score_bytes = sum(types[name].dtype.itemsize for name in ("bias", "mask") if name in types) + programs.bytes_of_score
+    has_score_mod = programs.score_mod is not None
+    return attention_launch.tiling_for(kernel, sizes.itemsize, sizes.widths, target, score_bytes, has_score_mod)
 
 
 _HEADROOM = {"float16": 13.0, "bfloat16": 0.0, "float32": 0.0}  # see `online.push_log2`: float16 holds weights up to 2^15
 
 
 def _score_scale(params: Mapping[str, Any], arrays: Mapping[str, Any]) -> ScoreScale:
-    return ScoreScale(params["scale"], params["soft_cap"], "bias" in arrays, _HEADROOM[arrays["query"].dtype.name])
+    headroom = _HEADROOM[arrays["query"].dtype.name]
+    return ScoreScale(params["scale"], params["soft_cap"], "bias" in arrays, headroom, params.get("score_mod") is not None)
 
 
 def _cotangent_types(kernel: KernelName, arrays: Mapping[str, Any], wanted, is_partial: bool) -> dict[str, Any]:
     """Returns the types of the results of a kernel: cotangents, of all of the batch, before they are summed."""
     batch, types = batch_of(_in_order(arrays)), {}
     for name in _BACKWARD[kernel]:
-        if name != "bias":
+        if name in TABLES:
+            if name in wanted:  # for all tables together
+                types["d_words"] = jax.ShapeDtypeStruct((triton_functions.count_words(arrays),), jnp.float32)
+        elif name != "bias":
             dtype = jnp.float32 if is_partial else arrays[name].dtype
             types[f"d_{name}"] = jax.ShapeDtypeStruct((*batch, *arrays[name].shape[-3:]), dtype)
         elif name in wanted:  # the cotangents of a bias that is broadcast are added up in the result
@@ -259,9 +297,10 @@ def _launch(
     results: Mapping[str, Any],
 ) -> list[jax.Array]:
     """Launches a kernel on operands, and on rows of a gradient, that are present, by name; `results` are types by name."""
-    batch, sizes, blocks = batch_of(_in_order(arrays)), _sizes(arrays), (tiling.block_q, tiling.block_kv)
-    # What segments and masks leave to visit is a table that XLA computes before the kernel runs.
-    spans = key_blocks.find_spans(arrays, (sizes.queries, sizes.keys), *blocks, by_keys=kernel == "backward_keys")
+    batch, sizes = batch_of(_in_order(arrays)), _sizes(arrays)
+    # What segments, masks and the mask function leave to visit is a table that XLA computes before the kernel runs.
+    spans = _find_spans(kernel, tiling, params, arrays)
+    starts = triton_functions.starts_of(arrays)
     arrays = {**arrays, **({} if spans is None else {"spans": spans})}
     letters = {"N": sizes.heads, "K": sizes.key_heads, "T": sizes.queries, "S": sizes.keys}
     # Spans belong to blocks: there may be several blocks of keys where there is one query.
@@ -269,8 +308,9 @@ def _launch(
     dims = [
         (name, attention_launch.index_dims(axes[name], array.shape, batch, letters))
         for name, array in {**arrays, **results}.items()
+        if name != "d_words"
     ]
-    rate = params.get("dropout_rate", 0.0)
+    rate, programs = params.get("dropout_rate", 0.0), _programs(kernel, params)
     launch = AttentionLaunch(
         kernel=kernel,
         tiling=tiling,
@@ -282,5 +322,21 @@ def _launch(
         is_partial=kernel == "backward_queries" and params.get("is_partial", False),
         bias_is_whole=_bias_is_whole(arrays),
         dims=tuple(dims),
+        score_mod=programs.score_mod,
+        mask_mod=programs.mask_mod,
+        starts=starts,
+        loads=programs.loads,
     )
-    return attention_launch.launch_attention(launch, arrays, results, target)
+    read = {"words": triton_functions.words_of(arrays)} if starts else {}
+    return attention_launch.launch_attention(launch, arrays | read, results, target)
+
+
+def _find_spans(kernel: KernelName, tiling: AttentionTiling, params: Mapping[str, Any], arrays: Mapping[str, Any]) -> Any:
+    """Finds the blocks of the other side that each block of a kernel visits, as `key_blocks.find_spans` does; None for all."""
+    sizes, blocks, by_keys = _sizes(arrays), (tiling.block_q, tiling.block_kv), kernel == "backward_keys"
+    lengths = sizes.queries, sizes.keys
+    spans = key_blocks.find_spans(arrays, lengths, *blocks, by_keys=by_keys)
+    if (mask_mod := params.get("mask_mod")) is None:
+        return spans
+    shown = mask_blocks.find_block_spans(mask_mod, arrays, lengths, *blocks, by_keys=by_keys)
+    return shown if spans is None else key_blocks.intersect_spans(spans, shown)
