@@ -148,7 +148,7 @@ def of_first_keys(b, h, q, k):
 def test_kernels_believe_a_block_mask():
     """Blocks that it calls empty are not visited, and blocks that it calls whole are not masked."""
     given, mask = arrays(size=128), mask_of("documents")
-    kinds = np.zeros((1, 1, 5, 7), np.int8)
+    kinds = np.zeros((BATCH, 1, 5, 7), np.int8)
     kinds[..., :2] = 2
     whole = np.s_[:, :192]  # the tile behind reaches behind the last query, and is masked
     found, expected = run(replace(mask, kinds=jnp.asarray(kinds)), given), expected_of(given, {"mask_mod": of_first_keys}, {})
@@ -303,7 +303,7 @@ def test_shared_sequences(strategy):
         ((MASKS["of heads"], 64), {"batch": 2}, ValueError, "heads must be given, as mask_mod reads head, got None"),
         ((MASKS["documents"], 64), {"batch": (2, -1)}, ValueError, "batch must be at least 1 and below 2.30, got -1"),
         ((lambda q, k: q >= k, 64), {}, TypeError, r"mask_mod must be a function mask_mod\(batch, head"),
-        ((None, 64), {}, TypeError, "mask_mod must be .* a function .*, got NoneType"),
+        ((None, 64), {}, TypeError, "mask_mod must be a function .*, got NoneType"),
     ],
 )
 def test_wrong_arguments(arguments, options, error, words):
@@ -316,12 +316,36 @@ def test_masks_for_other_calls():
     mask = jaxsoftmax.block_mask(MASKS["documents"], 64, 410, batch=BATCH)
     with pytest.raises(ValueError, match="a BlockMask for 300 queries and 410 keys, got one for 64 and 410"):
         attend(**given, mask_mod=mask)
-    for batch, heads, name in ((3, None, "documents"), ((1, 2), None, "documents"), (BATCH, 3, "widths")):
+    for batch, heads, name in ((1, None, "prefix"), (3, None, "prefix"), ((1, 2), None, "documents"), (BATCH, 1, "widths")):
         mask = jaxsoftmax.block_mask(MASKS[name], *LENGTHS, batch=batch, heads=heads)
-        with pytest.raises(ValueError, match=r"a BlockMask for batch axes \(2,\) and 2 heads, got kinds of shape"):
+        with pytest.raises(ValueError, match=r"a BlockMask for batch axes \(2,\) and [12] heads, got one for"):
             attend(**given, mask_mod=mask)
-    with pytest.raises(TypeError, match=r"mask_mod must be .* a function .*, got BlockMask"):
+    with pytest.raises(TypeError, match=r"mask_mod must be a function .*, got BlockMask"):
         jaxsoftmax.block_mask(mask_of("documents"), *LENGTHS, batch=BATCH)
+    with pytest.raises(TypeError, match=r"mask_mod must be None, a BlockMask or a function .*, got int"):
+        attend(**given, mask_mod=5)
+
+
+def test_parts_of_masks():
+    given, mask = arrays(), mask_of("documents")
+    part = replace(mask, arrays=tuple(array[:1] for array in mask.arrays))
+    with pytest.raises(ValueError, match=r"with its whole arrays, got 300 elements of 600; in a jax.vmap"):
+        attend(**given, mask_mod=part)
+    for kinds in (mask.kinds.astype(jnp.float32), mask.kinds[..., :1], mask.kinds[..., :0]):
+        with pytest.raises(ValueError, match="a BlockMask as block_mask makes it, got kinds"):
+            attend(**given, mask_mod=replace(mask, kinds=kinds))
+
+
+def test_more_arrays_than_there_are_tables():
+    many = [jnp.ones(3) * i for i in range(17)]
+    with pytest.raises(ValueError, match="block_mask: mask_mod must close over at most 16 arrays, got 17"):
+        jaxsoftmax.block_mask(lambda b, h, q, k: sum(array[q % 3] for array in many) > 0, 64)
+
+
+def test_more_batch_entries_than_blocks_fit_a_grid(monkeypatch):
+    monkeypatch.setattr(mask_blocks, "LARGEST_GRID", 3)
+    mask = jaxsoftmax.block_mask(lambda b, h, q, k: k > b, 64, batch=4)
+    np.testing.assert_array_equal(mask.kinds, np.ones((4, 1, 1, 1)))
 
 
 # Native.

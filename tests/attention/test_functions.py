@@ -22,7 +22,7 @@ from jaxsoftmax._gpu import wgmma
 from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax.ops.attention import key_blocks, primitive
 from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
-from jaxsoftmax.ops.attention.mosaic_sm90.common import LN2, LOG2E, ROWS, lay_out, lse_of_large
+from jaxsoftmax.ops.attention.mosaic_sm90.common import LN2, LOG2E, ROWS, lay_out, lse_of_large, raised_lse
 from jaxsoftmax.ops.attention.mosaic_sm90.decode import DecodePlan
 from jaxsoftmax.ops.attention.mosaic_sm90.forward import ForwardPlan
 from jaxsoftmax.ops.attention.mosaic_sm90.functions import Function, TileFunctions, factor_of_changed, reason_against
@@ -107,6 +107,12 @@ SCORES = {
     "steep": lambda s, b, h, q, k: s - SLOPES[h].astype(s.dtype) * 1e30 * jnp.abs(q - k).astype(s.dtype),
     "read twice": lambda s, b, h, q, k: jnp.where(
         (x := s - SLOPES[h].astype(s.dtype) * (q - k).astype(s.dtype)) > -9.5, x, -3.0
+    ),
+    "half of a hidden score": lambda s, b, h, q, k: 0.9 * jnp.where(q >= k, s, jnp.asarray(LEAST, s.dtype)),
+    "hidden by the opposite": lambda s, b, h, q, k: -jnp.where(q >= k, -s, jnp.asarray(-LEAST, s.dtype)),
+    "a tenth less": lambda s, b, h, q, k: jnp.where(q >= k, s, jnp.asarray(LEAST, s.dtype)) / 1.1,
+    "hidden twice": lambda s, b, h, q, k: (
+        s + (1 - IS_SHOWN[k].astype(s.dtype)) * (LEAST / 2) + (1 - IS_SHOWN[q].astype(s.dtype)) * (LEAST / 2)
     ),
     "wide": lambda s, b, h, q, k: s + 1 / (1 + q).astype(s.dtype) - jnp.log1p(k.astype(s.dtype)),
 }
@@ -374,6 +380,8 @@ def test_kernels_run_functions():
 def test_functions_that_are_sums_make_powers_of_two(name):
     """Their terms absorb the factor. A table with a number for each score does not, nor what bends scores."""
     natural = ("relative", "buckets", "gate", "rounded", "powers", "hidden by a product", "far")
+    # Their terms might become infinite.
+    natural += ("half of a hidden score", "a tenth less", "hidden twice", "lines", "divided", "wide")
     moderate = {"cap": 3.0, "hiding": 0.125}
     factor = None if name in natural else moderate.get(name, LN2)
     assert plan_of({"score_mod": SCORES[name]}).geometry.changed_factor == factor
@@ -385,7 +393,7 @@ def test_large_scores_have_weights_that_are_finite():
     """The log-sum-exp is rounded, so that it may be below all scores of a row."""
     rng = np.random.default_rng(0)
     powers = (np.exp2(rng.uniform(0, 127.9, 100000)) * rng.choice([-1, 1], 100000)).astype(np.float32)
-    lse = np.asarray(lse_of_large(jnp.asarray(powers) * np.float32(LN2)), np.float64)
+    lse = np.asarray(raised_lse(jnp.asarray(powers) * np.float32(LN2)), np.float64)
     exponents = powers - np.float64(np.float32(lse) * np.float32(LOG2E))
     assert np.max(exponents) < 8 * LOG2E
     np.testing.assert_allclose(lse, powers * LN2, rtol=2e-6)

@@ -1095,7 +1095,7 @@ FAULTS = (
     Fault(
         "block masks: kernels do not read them",
         "jaxsoftmax/ops/attention/block_masks.py",
-        'return {"block_kinds": mask.kinds.reshape(*own_batch, own_heads, *mask.kinds.shape[-2:])}',
+        'return {"block_kinds": mask.kinds.reshape(*(own_batch or [1] * len(batch)), own_heads, *mask.kinds.shape[-2:])}',
         "return {}",
         "tests/attention/test_block_masks.py -k 'believe or visit_lists'",
     ),
@@ -1168,6 +1168,20 @@ FAULTS = (
         " if not _is_huge(x))",
         ")",
         "tests/attention/test_functions.py -k powers_of_two -x",
+    ),
+    Fault(
+        "score functions in kernels: two large terms are added in powers of two",
+        f"{_MOSAIC}/tile_evaluation.py",
+        'most = {"select_n": 2, "neg": 1, "div": 0}.get(name, 1)',
+        'most = {"select_n": 2, "neg": 1, "div": 0}.get(name, 2)',
+        "tests/attention/test_functions.py -k sums_make",
+    ),
+    Fault(
+        "block masks: one for a batch entry is one for all",
+        "jaxsoftmax/ops/attention/block_masks.py",
+        "if (tuple(own_batch), own_heads) != wanted:",
+        "if len(own_batch) != len(wanted[0]):",
+        "tests/attention/test_block_masks.py -k other_calls",
     ),
     Fault(
         "score functions in kernels: numbers become infinite in powers of two",

@@ -22,13 +22,14 @@ _NAME = "block_mask"
 class BlockMask:
     """A mask function, and what it leaves of each block of queries and keys.
 
-    `block_mask` makes it, and `dot_product_attention` takes it as `mask_mod`. It is a pytree of arrays: functions may take and
-    return it under any transformation, and `jax.device_put` shards it.
+    `block_mask` makes it, and `dot_product_attention` takes it as `mask_mod`. It is a pytree of arrays: jitted functions may
+    take, donate and return it, and `jax.device_put` shards it. In a `jax.vmap` or `jax.shard_map` that maps its arrays, make it
+    inside.
 
     Attributes:
       kinds: int8 `[*batch, heads, query_blocks, key_blocks]`, 0 for a block where no query sees a key, 2 where each query sees
-        each key, and 1 for all others. Axes of the batch and of heads have size 1 where nothing depends on them. Blocks have 64
-        queries and 64 keys, or a power of two times as many in long sequences.
+        each key, and 1 for all others. There are no batch axes if the function reads no `batch`, and `heads` is 1 if it reads
+        no `head`. Blocks have 64 queries and 64 keys, or a power of two times as many in long sequences.
       arrays: arrays that the function closes over.
       function: the traced function.
       lengths: numbers of queries and keys.
@@ -96,12 +97,15 @@ def block_mask(
     for name, argument, given in (("batch", "batch", batch), ("head", "heads", heads)):
         if name in closure.function.used and given is None:
             raise ValueError(f"{_NAME}: {argument} must be given, as mask_mod reads {name}, got None")
+    used = closure.function.used
+    sizes, n_heads = (sizes if "batch" in used else ()), (n_heads if "head" in used else 1)
     operands = {
         name: score_functions.as_table(array, len(sizes) + 1)
         for name, array in zip(closure.function.table_names, closure.arrays, strict=True)
     }
-    operands |= score_functions.numbers_of(closure.function.used, sizes, n_heads)
+    operands |= score_functions.numbers_of(used, sizes, n_heads)
     kinds = mask_blocks.find_kinds(closure.function, operands, lengths, len(sizes))
+    kinds = jnp.broadcast_to(kinds, (*sizes, n_heads, *kinds.shape[-2:]))
     return BlockMask(kinds, tuple(map(jnp.asarray, closure.arrays)), closure.function, lengths)
 
 
@@ -116,24 +120,33 @@ def kinds_for(name: str, mask: BlockMask, batch: tuple[int, ...], heads: int, le
       lengths: its numbers of queries and keys.
 
     Raises:
-      ValueError: the mask was made for another batch, other heads or other lengths.
+      ValueError: the mask was made for another batch, other heads or other lengths, or it has parts of its arrays.
     """
+    function, used = mask.function, mask.function.used
     if tuple(lengths) != mask.lengths:
         raise ValueError(
             f"{name}: mask_mod must be a BlockMask for {lengths[0]} queries and {lengths[1]} keys, got one for"
             f" {mask.lengths[0]} and {mask.lengths[1]}"
         )
+    wanted = (batch if "batch" in used else ()), (heads if "head" in used else 1)
     *own_batch, own_heads = mask.kinds.shape[:-2]
-    own_batch = own_batch or [1] * len(batch)
-    fits = len(own_batch) == len(batch) and all(own in (1, size) for own, size in zip(own_batch, batch, strict=True))
-    if not fits or own_heads not in (1, heads):
+    if (tuple(own_batch), own_heads) != wanted:
         raise ValueError(
-            f"{name}: mask_mod must be a BlockMask for batch axes {batch} and {heads} heads, got kinds of shape"
-            f" {mask.kinds.shape}"
+            f"{name}: mask_mod must be a BlockMask for batch axes {wanted[0]} and {wanted[1]} heads, got one for"
+            f" {tuple(own_batch)} and {own_heads}"
         )
-    if not mask_blocks.operands_of(mask.function, {}):
+    block = mask_blocks.block_of_kinds(mask.kinds.shape[-2:], mask.lengths)
+    if mask.kinds.dtype != jnp.int8 or block is None:
+        raise ValueError(f"{name}: mask_mod must be a BlockMask as block_mask makes it, got kinds {jax.typeof(mask.kinds)}")
+    for array, aval in zip(mask.arrays, function.program.in_avals, strict=False):
+        if array.size != aval.size:
+            raise ValueError(
+                f"{name}: mask_mod must be a BlockMask with its whole arrays, got {array.size} elements of {aval.size}; in a"
+                " jax.vmap or jax.shard_map that maps them, make the mask inside"
+            )
+    if not (function.tables or used & {"batch", "head"}):  # of positions alone: kernels find its blocks while they are traced
         return {}
-    return {"block_kinds": mask.kinds.reshape(*own_batch, own_heads, *mask.kinds.shape[-2:])}
+    return {"block_kinds": mask.kinds.reshape(*(own_batch or [1] * len(batch)), own_heads, *mask.kinds.shape[-2:])}
 
 
 def _size(name, value) -> int:

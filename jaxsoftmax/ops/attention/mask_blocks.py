@@ -261,21 +261,30 @@ def mark_blocks(
       Two arrays of bool `[*batch, heads, query_blocks, key_blocks]`, with axes of size 1 where nothing varies. They are numpy
       arrays if they are known while tracing.
     """
-    if operands_of(function, operands) == ["block_kinds"]:
+    if operands.get("block_kinds") is not None:
         kinds = operands["block_kinds"]
+        own = block_of_kinds(kinds.shape[-2:], tuple(lengths))
         for axis, length, block in zip((-2, -1), lengths, (block_q, block_kv), strict=True):
-            kinds = _rejoined(kinds, axis, length, block)
+            kinds = _rejoined(kinds, own, axis, length, block)
         return kinds != EMPTY, kinds == FULL
     grid = _Grid(tuple(lengths), (block_q, block_kv), batch_axes + 1)
     blocks = _Evaluator(grid).result(function, _inputs(function, operands, grid))
     return blocks.high, blocks.low
 
 
-def _rejoined(kinds, axis, length, block):
-    """Returns the kinds of blocks of another size along an axis. A block that takes in parts of others has what they have."""
-    own = BLOCK
-    while -(-length // own) > kinds.shape[axis]:
-        own *= 2
+def block_of_kinds(counts: tuple[int, ...], lengths: tuple[int, int]) -> int | None:
+    """Returns the queries, and keys, of a block of kinds, from their `counts` of blocks; None if no block has so many."""
+    block = BLOCK
+    while (found := _Grid(lengths, (block, block), 1).counts) != counts and max(found) > 1:
+        block *= 2
+    return block if found == counts else None
+
+
+def _rejoined(kinds, own, axis, length, block):
+    """Returns the kinds of blocks of another size than `own` along an axis.
+
+    A block that takes in parts of others has what all of these have.
+    """
     first = block * np.arange(-(-length // block))
     start, stop = first // own, -(-np.minimum(first + block, length) // own)
     place = np.minimum(start[:, None] + np.arange(max(stop - start)), stop[:, None] - 1)  # [blocks, their parts]
@@ -329,7 +338,9 @@ def _batch_of(name, array):
 def _joined(lengths, block_q, block_kv, number=1):
     """Returns how many blocks along both axes count as one, a power of two, so that a grid is not too large."""
     factor = 1
-    while number * math.prod(_Grid(lengths, (factor * block_q, factor * block_kv), 1).counts) > LARGEST_GRID:
+    while number * math.prod(counts := _Grid(lengths, (factor * block_q, factor * block_kv), 1).counts) > LARGEST_GRID:
+        if max(counts) == 1:
+            break
         factor *= 2
     return factor
 

@@ -15,7 +15,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -54,7 +54,7 @@ class TracedFunction:
     tables: tuple[int, ...]
     takes_score: bool
     used: frozenset[str]
-    text: str
+    text: str = field(repr=False)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TracedFunction) and (self.text, self.tables) == (other.text, other.tables)
@@ -199,7 +199,9 @@ def _traced(function, name, user, score_dtype) -> ClosedJaxpr:
     arguments = (("score",) if score_dtype is not None else ()) + POSITIONS
     expected = f"{name}({', '.join(arguments)})"
     if not callable(user):
-        raise TypeError(f"{function}: {name} must be None or a function {expected}, got {type(user).__name__}")
+        others = {"block_mask": "", "dot_product_attention": "None, a BlockMask or "}
+        others = others.get(function, "None or ") if name == "mask_mod" else "None or "
+        raise TypeError(f"{function}: {name} must be {others}a function {expected}, got {type(user).__name__}")
     try:
         inspect.signature(user).bind(*arguments)
     except TypeError as problem:
@@ -235,6 +237,10 @@ def _cleaned(function, name, user, closed: ClosedJaxpr, score_dtype) -> Closure:
     """Makes the arrays that a traced function closes over tables, and writes its calls out."""
     live = _live_constants(closed)
     arrays = tuple(closed.consts[i] for i in live)
+    if len(arrays) > MAX_TABLES:
+        raise ValueError(
+            f"{function}: {name} must close over at most {MAX_TABLES} arrays, got {len(arrays)} with {_where(user)}"
+        )
     for array in arrays:
         _check_table(function, name, user, array)
     tables = [(jnp.shape(array), jnp.result_type(array)) for array in arrays]

@@ -28,6 +28,7 @@ from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     AttentionGeometry,
     in_two_views,
     of_operand,
+    raised_lse,
     shapes_of,
     tail_of,
 )
@@ -276,7 +277,7 @@ class BackwardGeometry(AttentionGeometry):
         """True if the log-sum-exp is subtracted from scores before both become powers of two.
 
         With a bias or a score function scores may be as large as `finfo.min`, and so the log-sum-exp. With `has_large_powers`
-        too: `lse_of_large` bounds what is lost.
+        too: `raised_lse` bounds what is lost.
         """
         return "bias" in self.names or self.score_factor is None
 
@@ -502,7 +503,7 @@ class BackwardGeometry(AttentionGeometry):
         """Returns log-sum-exp and delta of queries as the kernel takes them. A score of `-inf` then has weight 0."""
         lse = jnp.where(lse == -jnp.inf, 0, lse)
         factor = -1 / self.scale if self.is_seeded else 1 if self.is_natural else LOG2E
-        lse = lse * factor
+        lse = (raised_lse(lse) if self.has_large_powers else lse) * factor
         if self.has_large_powers:  # `finfo.min` stays finite
             lse = jnp.maximum(lse, float(jnp.finfo(lse.dtype).min))
         return lse, -delta if self.seeds_delta else delta

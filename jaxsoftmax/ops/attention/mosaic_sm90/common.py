@@ -255,13 +255,19 @@ def dropout_keeps(seeds, b, head, first, block, shape, rate, *, is_transposed=Fa
 def lse_of_large(lse):
     """Returns the log-sum-exp of scores that may be large, from one that was computed in powers of two.
 
-    Its rounding may put it below the scores, by much if it is large. It is raised by its rounding less 8 then: weights of
-    derivatives are at most `exp(8)`, where they would be infinite in a row whose keys all have scores of -1e9. What comes of
-    the least power of two is `finfo.min`, the score of keys that are hidden by a finite number.
+    What comes of the least power of two is `finfo.min`, the score of keys that are hidden by a finite number.
     """
     least = float(jnp.finfo(jnp.float32).min)
-    raised = jnp.maximum(lse * (1 + 2.0**-21), lse * (1 - 2.0**-21)) - 8
-    return jnp.where((lse > -jnp.inf) & (lse < 0.69 * least), least, jnp.maximum(lse, raised))
+    return jnp.where((lse > -jnp.inf) & (lse < 0.69 * least), least, lse)
+
+
+def raised_lse(lse):
+    """Returns the log-sum-exp of scores that may be large, for derivatives.
+
+    Its rounding may put it below the scores, by much if it is large. It is raised by its rounding less 8 then: weights of
+    derivatives are at most `exp(8)`, where they would be infinite in a row whose keys all have scores of -1e9.
+    """
+    return jnp.maximum(lse, jnp.maximum(lse * (1 + 2.0**-21), lse * (1 - 2.0**-21)) - 8)
 
 
 def tanh(x):

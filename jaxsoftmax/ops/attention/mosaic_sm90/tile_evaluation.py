@@ -142,7 +142,8 @@ class Evaluation:
         """Returns a value of a program times a number, which is multiplied where that costs least.
 
         Sums and selections pass the number on to all of their terms, and products to one of their factors. Other operations
-        read these values as they are. `tile_products` counts the terms that absorb nothing.
+        read these values as they are. `tile_products` counts the terms that absorb nothing, among them those that might become
+        infinite: products of what is large, and sums of two terms that are.
 
         Args:
           atom: the variable, or a literal.
@@ -160,15 +161,40 @@ class Evaluation:
         if name == "mul":
             # A tile with 128 columns has 64 elements in a thread. A number takes 1 product, rows take 2 and columns 32.
             costs = sorted((x.kind if not _takes_factors(x) else -1, i) for i, x in enumerate(operands) if not _is_huge(x))
-            absorbing = [i for kind, i in costs if kind < value.kind][:1]
-        elif value.kind == TILE and not (name == "div" and _is_huge(operands[0])):
-            absorbing = _TERMS.get(name, ())
+            fits = [i for kind, i in costs if kind < value.kind and not self._is_large(eqn.invars[1 - i], values, makers)]
+            absorbing = fits[:1]
+        elif value.kind == TILE and name in _TERMS:
+            large = sum(self._is_large(eqn.invars[i], values, makers) for i in _TERMS[name])
+            most = {"select_n": 2, "neg": 1, "div": 0}.get(name, 1)
+            absorbing = _TERMS[name] if large <= most else ()
         for i in absorbing:
             operands[i] = self._multiplied(eqn.invars[i], factor, values, makers)
         if absorbing:
             return self.compute(name, *operands, dtype=np.float32)
         self.tile_products += value.kind == TILE
         return self._product(value, factor)
+
+    def _is_large(self, atom, values, makers) -> bool:
+        """Tells whether a value of a program may be so large, but finite, that another factor makes it infinite.
+
+        Elements of tables may be. A number that is multiplied with scores is taken for a temperature, which is not.
+        """
+        value = self.number(_read(atom, values))
+        if value.known is not None:
+            return bool(MODERATE <= abs(value.known) < np.inf)
+        if value.is_moderate or value.is_finite:
+            return False
+        eqn: Any = makers.get(atom)
+        name = "" if eqn is None else eqn.primitive.name
+        if name == "mul" and value.of_score:
+            parts = [v for v in eqn.invars if (x := self.number(_read(v, values))).of_score or x.known is not None]
+        elif name == "div" and value.of_score:
+            parts = eqn.invars[:1]
+        elif name in _TERMS and name != "div":
+            parts = [eqn.invars[i] for i in _TERMS[name]]
+        else:
+            return True
+        return any(self._is_large(v, values, makers) for v in parts)
 
     def _product(self, value: Value, factor: float) -> Value:
         """Returns a value times a number, finite where the value is: a key that `finfo.min` hides has a finite score."""
@@ -433,7 +459,7 @@ _TERMS = {"add": (0, 1), "add_any": (0, 1), "sub": (0, 1), "neg": (0,), "select_
 
 def _takes_factors(value: Value) -> bool:
     """Tells whether registers of a value, which is a multiple of scores, are multiplied by a number in any case."""
-    return value.of_score and value.dtype == np.float32 and (value.is_moderate or value.factor != 1)
+    return value.of_score and value.dtype == np.float32 and value.is_moderate
 
 
 def _is_huge(value: Value) -> bool:

@@ -213,7 +213,7 @@ def _converted(evaluation, operands, params, dtype):
                 registers = x.line.float_registers(x.kind, pairs)
                 return replace(x, dtype=new, registers=registers, line=None, bounds=within(x.bounds, new))
         convert = arith.sitofp if old.kind == "i" else arith.uitofp
-        result = apply(lambda r: convert(typed(r.type, element()), r), new, x, bounds=within(x.bounds, new))
+        result = apply(lambda r: convert(typed(r.type, element()), r), new, x, bounds=within(_known_bounds(x), new))
         return evaluation.rounded(result, new)
     if is_float(old):
         convert = arith.fptosi if new.kind == "i" else arith.fptoui
@@ -225,8 +225,12 @@ def _converted(evaluation, operands, params, dtype):
         known = None if x.known is None else x.known.astype(new)
         return replace(x, dtype=new, line=None, bounds=within(x.bounds, new), known=known)
     convert = arith.trunci if new.itemsize < old.itemsize else arith.extsi if old.kind == "i" else arith.extui
-    own = (0, 1) if old == BOOL else (max(x.bounds[0], np.iinfo(old).min), min(x.bounds[1], np.iinfo(old).max))
-    return apply(lambda r: convert(typed(r.type, element()), r), new, x, bounds=within(own, new))
+    return apply(lambda r: convert(typed(r.type, element()), r), new, x, bounds=within(_known_bounds(x), new))
+
+
+def _known_bounds(x):
+    """Returns the bounds of an integer or a bool within those of its dtype."""
+    return (0, 1) if x.dtype == BOOL else (max(x.bounds[0], np.iinfo(x.dtype).min), min(x.bounds[1], np.iinfo(x.dtype).max))
 
 
 def _magnitude(evaluation, operands, params, dtype):
