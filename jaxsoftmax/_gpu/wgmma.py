@@ -551,8 +551,8 @@ def store_product_rows(ref, first, limit, values: jax.Array) -> None:
     emit(store, ref, (first, limit), [(values, _PRODUCT_ROWS)])
 
 
-def load_at(address, kind, index, offset: int = 0, count: int = 1):
-    """Loads an element of an MLIR type, or a vector, from a line in global memory that the kernel does not write.
+def load_at(address, kind, index, offset: int = 0):
+    """Loads an element of an MLIR type from a line in global memory that the kernel does not write.
 
     Compilers may leave the load out, share it with another one, or move it out of a loop.
 
@@ -561,16 +561,12 @@ def load_at(address, kind, index, offset: int = 0, count: int = 1):
       kind: type of its elements: 8, 16 or 32 bits.
       index: int32, may be negative.
       offset: the element is number `index + offset`, which is not negative.
-      count: elements of a vector, whose address must be a multiple of its size, at most 8 bytes.
     """
-    size = utils.bitwidth(kind)
-    bits = count * size
-    place = arith.addi(address, arith.muli(arith.extsi(integer(64), index), i64(size // 8)))
+    bits = utils.bitwidth(kind)
+    place = arith.addi(address, arith.muli(arith.extsi(integer(64), index), i64(bits // 8)))
     register = integer(max(16, bits))  # PTX has no registers of 8 bits
-    word = utils.inline_ptx(f"ld.global.nc.b{bits} $0, [$1+{offset * size // 8}];", place, result_types=register)
+    word = utils.inline_ptx(f"ld.global.nc.b{bits} $0, [$1+{offset * bits // 8}];", place, result_types=register)
     word = word if register.width == bits else arith.trunci(integer(bits), word)
-    if count > 1:
-        return vector.bitcast(ir.VectorType.get((count,), kind), vector.broadcast(ir.VectorType.get((1,), word.type), word))
     return word if word.type == kind else arith.bitcast(kind, word)
 
 

@@ -1144,8 +1144,8 @@ FAULTS = (
     Fault(
         "score functions in kernels: indices before the first element are large",
         "jaxsoftmax/_gpu/wgmma.py",
-        "arith.muli(arith.extsi(integer(64), index), i64(size // 8))",
-        "arith.muli(arith.extui(integer(64), index), i64(size // 8))",
+        "arith.muli(arith.extsi(integer(64), index), i64(bits // 8))",
+        "arith.muli(arith.extui(integer(64), index), i64(bits // 8))",
         "tests/attention/test_functions.py -k end_with -x",
     ),
     Fault(

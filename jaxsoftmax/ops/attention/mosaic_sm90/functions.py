@@ -22,7 +22,7 @@ from jaxsoftmax._core.compat import utils
 from jaxsoftmax._gpu import wgmma
 from jaxsoftmax._gpu.emit import SPLAT, address_of, emit, integer
 from jaxsoftmax.ops.attention.mosaic_sm90.common import LAYOUT, LN2, LOG2E, ROW_LAYOUT, ROWS, GlobalOperand
-from jaxsoftmax.ops.attention.mosaic_sm90.tile_evaluation import Evaluation, Table, View, strides_of
+from jaxsoftmax.ops.attention.mosaic_sm90.tile_evaluation import Evaluation, View, strides_of
 from jaxsoftmax.ops.attention.mosaic_sm90.tile_values import (
     COLUMN,
     INDEX,
@@ -277,7 +277,7 @@ class TileFunctions:
           start: first column.
         """
         function = self.functions[name]
-        number = self._present(function).index(str(function.gradient))
+        address = self._present(function).index(str(function.gradient))
 
         def add(evaluation, results, values):
             (place, *factors), values = results, replace(values, factor=1.0)
@@ -287,8 +287,7 @@ class TileFunctions:
                     values = evaluation.compute("select_n", evaluation.compute("eq", values, zero), product, zero)
             places, elements = evaluation.registers(place, place.kind), evaluation.registers(values, TILE)
             varies = bool(place.kind & ROW), bool(place.kind & COLUMN)
-            address = evaluation.tables[number].address
-            wgmma.add_at(address, places, elements, varies=varies, along_diagonals=place.of_difference)
+            wgmma.add_at(evaluation.tables[address], places, elements, varies=varies, along_diagonals=place.of_difference)
             return []
 
         self._evaluate(function, values, start, self._loaded[name], add, None)
@@ -364,10 +363,7 @@ class TileFunctions:
             refs, operands = operands[: len(names)], operands[len(names) :]
             (first, begin, head, *numbers), arrays = operands[: len(scalars)], list(operands[len(scalars) :])
             entries, offsets = numbers[: len(names)], list(numbers[len(names) :])
-            tables = [
-                Table(_entry(ref, entry, size), record.ref.shape[0] == 1 or size % (2 * record.ref.dtype.itemsize) == 0)
-                for ref, entry, size, record in zip(refs, entries, sizes, records, strict=True)
-            ]
+            tables = [_entry(*each) for each in zip(refs, entries, sizes, strict=True)]
             score: Any = None if s is None else arrays.pop(0)
             taken = {
                 i: _taken(value, array.registers.flat) for (i, (value, _)), array in zip(loaded.items(), arrays, strict=True)
@@ -428,8 +424,7 @@ def _entry(ref, entry, size):
 def _positions(columns: int, first, start) -> tuple[Value, Value]:
     """Returns the indices of a thread's rows and columns, from `first` and `start` on."""
     row, col = wgmma.product_position()
-    # A thread's first column is even: those of a pair are neighbours.
-    rows, cols = Line(arith.addi(first, row), row_step=1), Line(arith.addi(start, col), column_step=1, is_even=True)
+    rows, cols = Line(arith.addi(first, row), row_step=1), Line(arith.addi(start, col), column_step=1)
     pairs = columns // 8
     return (
         Value(ROW, INDEX, rows.registers(ROW, pairs), line=rows),

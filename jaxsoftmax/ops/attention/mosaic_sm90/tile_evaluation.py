@@ -66,19 +66,6 @@ class View:
 
 
 @dataclass(frozen=True)
-class Table:
-    """A table in global memory.
-
-    Attributes:
-      address: int64, an MLIR value.
-      has_pairs: True if elements with an even number are where a pair of elements may be loaded.
-    """
-
-    address: Any
-    has_pairs: bool
-
-
-@dataclass(frozen=True)
 class Indices:
     """An array of several indices, which only a gather takes."""
 
@@ -92,12 +79,12 @@ class Evaluation:
     it finds out what is unsupported, and which loads there are.
     """
 
-    def __init__(self, columns: int, tables: Sequence[Table] | None = None, loaded: Mapping[int, Value] | None = None):
+    def __init__(self, columns: int, tables: Sequence[Any] | None = None, loaded: Mapping[int, Value] | None = None):
         """Starts an evaluation.
 
         Args:
           columns: number of columns of the tile.
-          tables: the tables of the programs. None to describe values.
+          tables: for each table of the programs its address in global memory, an int64 MLIR value. None to describe values.
           loaded: results of loads, by their numbers in the order of evaluation.
         """
         self.columns, self.tables = columns, tables
@@ -311,9 +298,8 @@ class Evaluation:
         self.loads.append(result)
         return result
 
-    def _elements(self, table: Table, dtype, index: Value) -> list[Any]:
+    def _elements(self, address, dtype, index: Value) -> list[Any]:
         """Loads the elements of a line of numbers in memory. Those of equal numbers in a thread are loaded once."""
-        address = table.address
         kind = utils.dtype_to_ir_type(np.dtype(np.int8) if dtype == BOOL else dtype)
         line = index.line if index.is_finite and index.bounds[0] >= 0 else None  # others may wrap around
         if line is None:
@@ -322,11 +308,8 @@ class Evaluation:
         else:
             places = keys = line.offsets(index.kind, self.columns // 8)
             read = functools.cache(functools.partial(wgmma.load_at, address, kind, line.start))
-            has_pairs = table.has_pairs and line.is_even
 
             def load(offsets):
-                if has_pairs and offsets[0] % 2 == 0 and offsets[-1] == offsets[0] + 1:
-                    return read(offsets[0], count=2)
                 elements = [read(offset) for offset in offsets]
                 return vector.from_elements(ir.VectorType.get((len(offsets),), elements[0].type), elements)
 
@@ -400,9 +383,7 @@ class Evaluation:
         """Returns how an integer follows from a number of the thread, or None."""
         if value.line is not None or value.kind != NUMBER or value.dtype != INDEX or not self._is_there(value):
             return value.line
-        if value.known is not None:
-            return Line(constant(0), int(value.known), is_even=True)
-        return Line(self.registers(value, NUMBER)[0], is_even=value.is_even)
+        return Line(self.registers(value, NUMBER)[0]) if value.known is None else Line(constant(0), int(value.known))
 
     def on_line(self, line: Line, like: Value) -> Value:
         """Returns the value of a line."""

@@ -95,7 +95,7 @@ def _summed(sign):
     def add(evaluation, operands, params, dtype):
         lines = [evaluation.line(x) for x in operands]
         if None in lines or not any(x.line for x in operands):
-            return replace(operation(evaluation, operands, params, dtype), is_even=all(x.is_even for x in operands))
+            return operation(evaluation, operands, params, dtype)
         return evaluation.on_line(lines[0].plus(lines[1], sign), operation(evaluation.described(), operands, params, dtype))
 
     return add
@@ -111,7 +111,7 @@ def _multiplied(evaluation, operands, params, dtype):
         if x.line is not None:
             described = _PRODUCT(evaluation.described(), operands, params, dtype)
             return evaluation.on_line(x.line.times(int(y.known)), described)
-    return replace(_PRODUCT(evaluation, operands, params, dtype), is_even=any(x.is_even for x in operands))
+    return _PRODUCT(evaluation, operands, params, dtype)
 
 
 _PRODUCT = _elementwise(arith.mulf, arith.muli, bounds=_bounds_of_product)

@@ -45,7 +45,6 @@ class Value:
       factor: number by which registers have to be multiplied; bounds are those of the product. Factors that follow one another
         are one multiplication so.
       is_moderate: True if it stays far below the largest float32 where products of queries and keys do.
-      is_even: True if it is known to be an even integer.
     """
 
     kind: int
@@ -58,7 +57,6 @@ class Value:
     of_difference: bool = False
     factor: float = 1.0
     is_moderate: bool = False
-    is_even: bool = False
 
     @property
     def is_finite(self) -> bool:
@@ -83,7 +81,6 @@ class Line:
     offset: int = 0
     row_step: int = 0
     column_step: int = 0
-    is_even: bool = False  # `start` is known to be even
 
     def behind(self, columns: int) -> "Line":
         """Returns the line from a later column on."""
@@ -93,11 +90,10 @@ class Line:
         """Adds another line, or subtracts it."""
         start = (arith.addi if sign > 0 else arith.subi)(self.start, other.start)
         steps = (a + sign * b for a, b in zip(self._numbers, other._numbers, strict=True))
-        return Line(start, *steps, is_even=self.is_even and other.is_even)
+        return Line(start, *steps)
 
     def times(self, factor: int) -> "Line":
-        start, numbers = arith.muli(self.start, constant(factor)), (factor * number for number in self._numbers)
-        return Line(start, *numbers, is_even=self.is_even or factor % 2 == 0)
+        return Line(arith.muli(self.start, constant(factor)), *(factor * number for number in self._numbers))
 
     @property
     def _numbers(self) -> tuple[int, int, int]:
@@ -136,8 +132,7 @@ def known_value(value: Any, dtype: Any) -> Value:
     number = np.asarray(value).reshape(()).astype(dtype)
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     exact = int(number) if is_integer else float(number)
-    bounds = (exact, exact) if is_integer or np.isfinite(number) else EVERY
-    return Value(NUMBER, np.dtype(dtype), None, number, bounds=bounds, is_even=is_integer and exact % 2 == 0)
+    return Value(NUMBER, np.dtype(dtype), None, number, bounds=(exact, exact) if is_integer or np.isfinite(number) else EVERY)
 
 
 def check_dtype(dtype):
