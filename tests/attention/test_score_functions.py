@@ -433,7 +433,7 @@ def test_errors_name_the_function_and_its_line():
     here = re.escape(f"short ({__file__}:{short.__code__.co_firstlineno})")
     signature = r"score_mod\(score, batch, head, query_index, key_index\)"
     fails(TypeError, rf"score_mod must be a function {signature}, got .*{here}", short)
-    fails(TypeError, r"mask_mod must be None or a function mask_mod\(batch, .*, got int", mask_mod=3)
+    fails(TypeError, r"mask_mod must be None, a BlockMask or a function mask_mod\(batch, .*, got int", mask_mod=3)
     fails(TypeError, "score_mod must return a scalar of dtype float32, the dtype of scores, got int32", lambda s, b, h, q, k: q)
     fails(TypeError, r"score_mod must return a scalar .*, got float32\[1\]", lambda s, b, h, q, k: s[None])
     fails(TypeError, "score_mod must return a scalar .*, got tuple", lambda s, b, h, q, k: (s, s))

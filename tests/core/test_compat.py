@@ -162,7 +162,7 @@ def test_a_context_that_says_nothing_stands_in_no_ones_way():
 
 # Modules that JAX documents for all, and what objects of JAX have that no module names.
 PUBLIC = {"jax", *(f"jax.{name}" for name in ("ad_checkpoint", "custom_batching", "dtypes", "errors", "export", "lax", "nn"))}
-PUBLIC |= {f"jax.{name}" for name in ("numpy", "random", "sharding", "tree", "typing")}
+PUBLIC |= {f"jax.{name}" for name in ("numpy", "random", "sharding", "tree", "tree_util", "typing")}
 OF_OBJECTS = {re.split(r"[.(]", name)[-1].rstrip(")") for _, name in compat.NAMES if re.search("[.(]", name)}
 OF_OBJECTS = {"module_context", "manual_axis_type"} | OF_OBJECTS - {"TILED", "platforms"}  # which public classes have too
 

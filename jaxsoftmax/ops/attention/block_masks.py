@@ -33,6 +33,18 @@ class BlockMask:
       arrays: arrays that the function closes over.
       function: the traced function.
       lengths: numbers of queries and keys.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxsoftmax
+      >>> seen = jnp.array([100, 40])  # keys that each sequence has
+      >>> mask = jaxsoftmax.block_mask(lambda b, h, q, k: k < seen[b], 128, batch=2)
+      >>> print(mask.kinds[:, 0, 0])
+      [[2 1]
+       [1 0]]
+      >>> [leaf.shape for leaf in jax.tree.leaves(mask)]
+      [(2, 1, 2, 2), (2,)]
     """
 
     kinds: jax.Array
