@@ -112,7 +112,10 @@ def test_results_are_those_of_the_function(name):
     given, mask = arrays("float32"), mask_of(name)
     expected = expected_of(given, {"mask_mod": MASKS[name]}, {})
     assert_close(jax.jit(lambda mask: attend(**given, mask_mod=mask))(mask), expected, "float32")
-    loss = lambda given, mask: jnp.sum(attend(**given, mask_mod=mask)[0] ** 2)  # noqa: E731
+
+    def loss(given, mask):
+        return jnp.sum(attend(**given, mask_mod=mask)[0] ** 2)
+
     found, wanted = (jax.grad(loss)(given, mask) for mask in (mask, MASKS[name]))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, wanted)
 

@@ -116,8 +116,11 @@ def test_derivatives_of_tables_are_left_to_the_reference_if_they_must_be_determi
 
 def test_derivatives_of_several_elements_are_left_to_the_reference():
     """Reading a row of a table at once, as `table[h][q]` in a call of its own does, is no load of an element."""
-    read = lambda table: lambda s, b, h, q, k: s + jnp.where(h > 1, table[h], table[0])[q]  # noqa: E731
-    functions, _ = functions_and_operands("f", jnp.float32, read(TABLE), None, (4,))
+
+    def read(s, b, h, q, k):
+        return s + jnp.where(h > 1, TABLE[h], TABLE[0])[q]
+
+    functions, _ = functions_and_operands("f", jnp.float32, read, None, (4,))
     said = triton_functions.reason_against(functions, {}, ["table_0"])
     assert "reads several elements of an array at once" in str(said)
 

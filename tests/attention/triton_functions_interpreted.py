@@ -178,7 +178,9 @@ def test_examples_with_tables_of_their_own():
     tables = jnp.asarray(RNG.standard_normal((3, 2)), jnp.float32)
 
     def loss(implementation, table, given):
-        score_mod = lambda s, b, h, q, k: s - table[h] * jnp.abs(q - k).astype(s.dtype)  # noqa: E731
+        def score_mod(s, b, h, q, k):
+            return s - table[h] * jnp.abs(q - k).astype(s.dtype)
+
         options = {"score_mod": score_mod, "mask_mod": lambda b, h, q, k: k <= q + b}
         out = jaxsoftmax.dot_product_attention(
             **given, **options, implementation=implementation, precision="highest" if implementation == "xla" else "high"
@@ -234,7 +236,10 @@ def test_keys_in_pages():
 
 def test_what_is_not_seen_may_hold_nan():
     given = {name: np.array(x) for name, x in values.arrays(length=37, dtype="bfloat16").items()}
-    is_hidden = lambda b, h, q, k: (q < 30) & ((k < 20) | (k > 50))  # noqa: E731
+
+    def is_hidden(b, h, q, k):
+        return (q < 30) & ((k < 20) | (k > 50))
+
     f = jax.jit(lambda given, dout: pulled(functools.partial(forced, score_mod=alibi, mask_mod=is_hidden), given, dout))
     dout = np.random.default_rng(0).standard_normal(given["query"].shape).astype(jnp.bfloat16)
     expected = f(given, dout)

@@ -273,7 +273,7 @@ def mark_blocks(
 
 
 def block_of_kinds(counts: tuple[int, ...], lengths: tuple[int, int]) -> int | None:
-    """Returns the queries, and keys, of a block of kinds, from their `counts` of blocks; None if no block has so many."""
+    """Returns how many queries, and keys, a block of kinds has, from the `counts` of blocks; None if no size fits."""
     block = BLOCK
     while (found := _Grid(lengths, (block, block), 1).counts) != counts and max(found) > 1:
         block *= 2

@@ -123,14 +123,12 @@ class TritonBackwardPlan:
         # A query that sees nothing has weights of 0: exp(score - inf).
         lse = jnp.where(lse == -jnp.inf, jnp.inf, lse * (LOG2E / _score_scale(params, arrays).unit))
         rows = {"d_out": d_out, "lse": lse, "delta": delta}
-        computed_names = _computed(params)
         for kernel, tiling in self.tilings:
-            results = _cotangent_types(kernel, arrays, computed_names, is_partial)
+            results = _cotangent_types(kernel, arrays, wanted, is_partial)
             computed = dict(zip(results, _launch(kernel, tiling, self.target, params, arrays | rows, results), strict=True))
             if (words := computed.pop("d_words", None)) is not None:
-                cotangents |= triton_functions.arrays_of(words, arrays, computed_names)
+                cotangents |= triton_functions.arrays_of(words, arrays, wanted)
             cotangents |= {name.removeprefix("d_"): array for name, array in computed.items()}
-        cotangents |= {name: jnp.zeros(arrays[name].shape, jnp.float32) for name in wanted if name not in cotangents}
         cotangents = {name: summed_to(cotangents[name], arrays[name].shape) for name in wanted}
         if (earlier := operands.get(INITIAL_D_QUERY)) is not None:
             cotangents["query"] += earlier
@@ -152,7 +150,7 @@ def plan(problem: AttentionProblem, target: Target) -> Plan | Refusal:
     reason = reason or _refused_shapes(types) or (None if is_forward else _refused_gradients(types, params))
     if reason is not None:
         return Refusal(reason)
-    wanted = _computed(params)
+    wanted = params.get("wanted", ())
     tables = None if is_forward else [name for name in wanted if name in TABLES]
     if tables and params["deterministic_gradients"]:
         return Refusal("derivatives of arrays that score_mod reads are summed in any order", lacks_kernel=True)
@@ -241,19 +239,12 @@ def _bias_is_whole(arrays: Mapping[str, Any]) -> bool:
     return "bias" in arrays and arrays["bias"].shape == (*batch, sizes.heads, sizes.queries, sizes.keys)
 
 
-def _computed(params: Mapping[str, Any]) -> list[str]:
-    """Lists the cotangents that are wanted, except those of arrays that no score function reads: they are 0."""
-    score_mod = params.get("score_mod")
-    moving = () if score_mod is None else score_mod.table_names
-    return [name for name in params.get("wanted", ()) if name not in TABLES or name in moving]
-
-
 def _programs(kernel: KernelName, params: Mapping[str, Any]) -> FunctionPrograms:
     """Returns the programs of score and mask functions that a kernel runs."""
     functions = {name: params[name] for name in ("score_mod", "mask_mod") if params.get(name) is not None}
     if kernel == "forward":
         return triton_functions.programs_of(functions, None)
-    tables = [name for name in _computed(params) if name in TABLES and kernel == "backward_keys"]
+    tables = [name for name in params["wanted"] if name in TABLES and kernel == "backward_keys"]
     return triton_functions.programs_of(functions, tables)
 
 

@@ -126,11 +126,11 @@ class Evaluation:
         return values
 
     def _multiplied(self, atom, factor: float, values, makers) -> Value:
-        """Returns a value of a program times a number, which is multiplied where that costs least.
+        """Returns a value of a program times a number. The product is made where it costs least.
 
-        Sums and selections pass the number on to all of their terms, and products to one of their factors. Other operations
-        read these values as they are. `tile_products` counts the terms that absorb nothing, among them those that might become
-        infinite: products of what is large, and sums of two terms that are.
+        Sums and selections pass the number on to all terms, and products to one factor. Other operations read these values
+        without it. `tile_products` counts the terms that absorb nothing. Terms that might become infinite are among them:
+        products with a large factor, and sums of two large terms.
 
         Args:
           atom: the variable, or a literal.
