@@ -52,10 +52,6 @@ _BACKWARD: dict[KernelName, tuple[str, ...]] = {
     "backward_queries": ("query", "bias"),
 }
 
-
-# Remove it once the kernels ran with functions on a GPU: they were compiled and interpreted.
-_NEW = "with score_mod or mask_mod it runs only where it is asked for: it was not run on a GPU so"
-
 # Plans.
 
 
@@ -167,7 +163,7 @@ def plan(problem: AttentionProblem, target: Target) -> Plan | Refusal:
         attention = TritonForwardPlan(problem, target, tilings[0][1])
     else:
         attention = TritonBackwardPlan(problem, target, tuple(tilings))
-    reason = _slower(types) or availability.refused_unless_forced(target) or (_NEW if problem.functions else None)
+    reason = _slower(types) or availability.refused_unless_forced(target)
     return attention if reason is None else Refusal(reason, attention)
 
 
