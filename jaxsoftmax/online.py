@@ -361,13 +361,13 @@ def guess_log2(
 
 
 def correct_log2(
-    m: jax.Array, scores: jax.Array, scale_log2: float, sums: jax.Array, *, slack: float, unit: float = 1
+    m: jax.Array, scores: jax.Array, scale_log2: float, sums: jax.Array, *, slack: float, lead: float = 0, unit: float = 1
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Computes the weights of a block again in the rows in which `guess_log2` was wrong.
 
-    A guess was wrong if a sum of the row exceeds `2**slack` or is NaN. `m` follows there: it becomes the maximum of the block.
-    The other rows keep their `m`, sums and weights. So a row does not depend on other rows, and without a wrong guess the call
-    may be left out.
+    A guess was wrong if a sum of the row exceeds `2**slack` or is NaN. `m` follows there: it becomes the maximum of the block,
+    and `lead` more. Scores that go on growing are then not corrected in each block. The other rows keep their `m`, sums and
+    weights. So a row does not depend on other rows, and without a wrong guess the call may be left out.
 
     Args:
       m: `m` that was passed to `guess_log2`, `[*rows]`.
@@ -375,6 +375,8 @@ def correct_log2(
       scale_log2: positive factor of the scores.
       sums: sums that `guess_log2` returned, `[*rows, parts]`.
       slack: amount by which sums may exceed 1 before `m` follows, in units of `log(2)`.
+      lead: amount by which `m` exceeds the maximum when it follows, in units of `log(2)`; 0 by default. Weights are then at
+        most `2**-lead`. In float32 a weight is lost if it is less than `2**(lead - 126)` of the largest.
       unit: `unit` of the calls that made `m`; 1 by default.
 
     Returns:
@@ -395,7 +397,7 @@ def correct_log2(
     """
     scores = _wide(scores)
     is_right = jnp.max(sums, -1) <= 2.0**slack  # NaN is not
-    following = jnp.where(is_right, m, jnp.maximum(m, jnp.max(scores, -1) * scale_log2))
+    following = jnp.where(is_right, m, jnp.maximum(m, jnp.max(scores, -1) * scale_log2 + lead / unit))
     # Not `shift`, which makes a factor of 0 or infinity for an `m` that is infinite and stays so.
     factor = jnp.exp2((finite(m) - finite(following)) * unit)
     return following, factor, *_sums_and_weights(scores, finite(following), scale_log2, sums.shape[-1], unit)

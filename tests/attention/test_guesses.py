@@ -19,7 +19,12 @@ from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax.ops.attention import mosaic_sm90 as mosaic
 from jaxsoftmax.ops.attention import primitive
 from jaxsoftmax.ops.attention.mosaic_sm90.common import HOST, ROWS
-from jaxsoftmax.ops.attention.mosaic_sm90.forward_pipeline import _PARTS, _SLACK_OF_GUESSES, ForwardPipeline
+from jaxsoftmax.ops.attention.mosaic_sm90.forward_pipeline import (
+    _LEAD_OF_CORRECTIONS,
+    _PARTS,
+    _SLACK_OF_GUESSES,
+    ForwardPipeline,
+)
 from jaxsoftmax.ops.attention.mosaic_sm90.forward_plan import Correction, ForwardConfig, forward_config, shape_forward
 
 from ..support import oracle
@@ -38,7 +43,7 @@ def run_step(correction, m, d, scores):
 
     def body(m_ref, d_ref, s_ref, *results):
         consumer = SimpleNamespace(index=lax.axis_index("wg"))
-        correct = functools.partial(online.correct_log2, scale_log2=SCALE, slack=_SLACK_OF_GUESSES)
+        correct = functools.partial(online.correct_log2, scale_log2=SCALE, slack=_SLACK_OF_GUESSES, lead=_LEAD_OF_CORRECTIONS)
         pipeline = SimpleNamespace(consumer=consumer, scores=SimpleNamespace(correction=correction, correct=correct))
         first, block = consumer.index * ROWS, (ROWS, KEYS)
         s = wgmma.load_product(s_ref, first, 0, block, block, varies=(True, True))
@@ -99,7 +104,7 @@ def true_step(m, d, scores, is_right):
     """Returns what a step gives, in float64."""
     m, d, scores = (oracle.to64(array) for array in (m, d, scores))
     most = np.finfo(np.float32).max
-    following = np.where(is_right, m, np.maximum(m, scores.max(1) * SCALE))
+    following = np.where(is_right, m, np.maximum(m, scores.max(1) * SCALE + _LEAD_OF_CORRECTIONS))
     factor = np.exp2(np.clip(m, -most, most) - np.clip(following, -most, most))
     p = np.exp2(scores * SCALE - np.clip(following, -most, most)[:, None])
     return {"m": following, "d": d * factor + p.sum(1), "factor": factor, "p": p}

@@ -437,7 +437,7 @@ def test_a_maximum_follows_where_scores_exceed_it_by_more_than_the_slack(unit):
     np.testing.assert_allclose(weight[:, 0], [2**7.75, 1, 2**-3], rtol=1e-6)
 
 
-def guessed_log2(m, d, several, scale, slack, n_parts, unit=1):
+def guessed_log2(m, d, several, scale, slack, n_parts, unit=1, lead=0):
     """`m`, the parts of `d`, and the weights by the last `m`, of blocks whose weights are guessed, and corrected if need be."""
     found, options = [], {"unit": unit}
     for part in several:
@@ -445,7 +445,7 @@ def guessed_log2(m, d, several, scale, slack, n_parts, unit=1):
         sums, weight = guess_log2(m, part, scale * LOG2E / unit, parts=n_parts, **options)
         factor = np.ones(2, np.float32)
         if not np.all(np.asarray(sums) <= 2.0**slack):
-            m, factor, sums, weight = correct_log2(m, part, scale * LOG2E / unit, sums, slack=slack, **options)
+            m, factor, sums, weight = correct_log2(m, part, scale * LOG2E / unit, sums, slack=slack, lead=lead, **options)
         d = d * factor[:, None] + sums
         found = [earlier * np.asarray(factor)[:, None] for earlier in found] + [np.asarray(weight)]
     return m, d, found
@@ -458,10 +458,11 @@ def guessed_log2(m, d, several, scale, slack, n_parts, unit=1):
     st.sampled_from([0, 8, 24]),
     st.sampled_from([1, 4]),
     st.sampled_from([1, LOG2E]),
+    st.sampled_from([0, 40, 80]),
 )
-def test_guesses_are_corrected_to_the_softmax(several, scale, slack, n_parts, unit):
+def test_guesses_are_corrected_to_the_softmax(several, scale, slack, n_parts, unit, lead):
     """Those of the first block are wrong where it has a score."""
-    m, d, found = guessed_log2(jnp.full(2, -jnp.inf), jnp.zeros((2, n_parts)), several, scale, slack, n_parts, unit)
+    m, d, found = guessed_log2(jnp.full(2, -jnp.inf), jnp.zeros((2, n_parts)), several, scale, slack, n_parts, unit, lead)
     whole = np.concatenate(
         [np.pad(part, [(0, 0), (0, -part.shape[1] % n_parts)], constant_values=-np.inf) for part in several], 1
     )
@@ -477,17 +478,18 @@ def test_guesses_are_corrected_to_the_softmax(several, scale, slack, n_parts, un
     np.testing.assert_allclose(weight / np.where(d == 0, 1, d)[:, None], softmax(whole, scale), rtol=0, atol=EXPONENT)
 
 
+@pytest.mark.parametrize("lead", [0, 40])
 @pytest.mark.parametrize("unit", [1.0, float(np.log2(np.e)), 0.25])
-def test_a_maximum_follows_where_a_sum_of_guessed_weights_exceeds_the_slack(unit):
+def test_a_maximum_follows_where_a_sum_of_guessed_weights_exceeds_the_slack(unit, lead):
     """Its parts do not add up: each of them may be `2**slack`. Other rows keep their bits."""
     m = jnp.array([0.0, 0.0, 0.0, -jnp.inf])
     scores = np.float32([[7, 7, 6.9, 6.9], [7, 7, 7.1, 6.9], [-3, -4, -5, -6], [-jnp.inf] * 4]) / unit
     sums, weight = online.guess_log2(m, scores, 1.0, parts=2, unit=unit)
     np.testing.assert_allclose(sums, np.exp2(scores[:, :2] * unit) + np.exp2(scores[:, 2:] * unit), rtol=1e-5)
-    found, factor, corrected_sums, corrected = online.correct_log2(m, scores, 1.0, sums, slack=8, unit=unit)
-    np.testing.assert_allclose(found, [0, 7.1 / unit, 0, -np.inf], rtol=1e-6)
-    np.testing.assert_allclose(factor, [1, 2**-7.1, 1, 1], rtol=1e-6)
-    np.testing.assert_allclose(corrected[1], np.exp2([-0.1, -0.1, 0, -0.2]), rtol=1e-5)
+    found, factor, corrected_sums, corrected = online.correct_log2(m, scores, 1.0, sums, slack=8, lead=lead, unit=unit)
+    np.testing.assert_allclose(found, [0, (7.1 + lead) / unit, 0, -np.inf], rtol=1e-6)
+    np.testing.assert_allclose(factor, [1, 2 ** -(7.1 + lead), 1, 1], rtol=1e-5)
+    np.testing.assert_allclose(corrected[1], np.exp2(np.subtract([-0.1, -0.1, 0, -0.2], lead)), rtol=1e-5)
     for guessed, result in ((weight, corrected), (sums, corrected_sums)):
         np.testing.assert_array_equal(np.delete(result, 1, 0), np.delete(guessed, 1, 0))
 
