@@ -316,7 +316,7 @@ def _arguments(op, x, axis, where, scale, dtype, implementation, axis_name=None)
     axes = sorted_axes(op, axis, x.ndim)
     dtype = x.dtype if dtype is None else _result_dtype(op, x, dtype)
     if scale is not None:
-        scale = scalar_scale(op, scale, x.ndim, accumulator(x.dtype, dtype))
+        scale = row_scale(op, scale, x.shape, axes, accumulator(x.dtype, dtype))
     params = {"axes": axes, "dtype": dtype, "implementation": implementation}
     if names := arguments.axis_names(op, axis_name):
         if not axes:
@@ -371,8 +371,11 @@ def _is_known_float(scale: Any) -> bool:
     return is_addressable and scale.shape == () and scale.dtype == np.float64
 
 
-def scalar_scale(op: str, scale: Any, ndim: int, dtype: np.dtype) -> jax.Array | np.ndarray:
-    """Returns `scale` with `ndim` axes of size 1, in the real dtype of the arithmetic."""
+def row_scale(op: str, scale: Any, shape: Sequence[Any], axes: tuple[int, ...], dtype: np.dtype) -> jax.Array | np.ndarray:
+    """Returns the factor of rows along `axes` of an array of this shape, in the real dtype of the arithmetic.
+
+    The factor has as many axes as the array, and size 1 along `axes`.
+    """
     if _is_known_float(scale):
         scale = np.asarray(scale)[()]
     if isinstance(scale, float | int) and not isinstance(scale, bool):  # an array of NumPy: an eager call runs no op for it
@@ -380,10 +383,16 @@ def scalar_scale(op: str, scale: Any, ndim: int, dtype: np.dtype) -> jax.Array |
         number = arguments.number(op, "scale", scale)
         if float(kind.max) < abs(number) < float("inf"):
             raise ValueError(f"{op}: scale must be finite in {kind.dtype}, got {number}")
-        return np.full((1,) * ndim, number, kind.dtype)
+        return np.full((1,) * len(shape), number, kind.dtype)
     scale = arguments.array(op, "scale", scale)
     if scale.dtype == np.bool_ or jnp.issubdtype(scale.dtype, jnp.complexfloating):
-        raise TypeError(f"{op}: scale must be a real number, got {scale.dtype}")
-    if scale.shape:
-        raise ValueError(f"{op}: scale must be a scalar, got an array of shape {scale.shape}")
-    return lax.expand_dims(scale.astype(np.finfo(dtype).dtype), range(ndim))
+        raise TypeError(f"{op}: scale must be a real number, or one for each row, got {scale.dtype}")
+    rows = tuple([size for axis, size in enumerate(shape) if axis not in axes])
+    try:
+        fits = lax.broadcast_shapes(rows, scale.shape) == rows
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(f"{op}: scale must be a scalar, or broadcast to rows of shape {rows}, got shape {scale.shape}")
+    scale = lax.expand_dims(scale.astype(np.finfo(dtype).dtype), range(len(rows) - scale.ndim))
+    return lax.expand_dims(scale, axes)

@@ -16,7 +16,7 @@ from jaxsoftmax._core import arguments, sharding
 from jaxsoftmax._core.choose import check_implementation
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
-from jaxsoftmax.ops.softmax.api import broadcast, scalar_scale
+from jaxsoftmax.ops.softmax.api import broadcast, row_scale
 from jaxsoftmax.ops.softmax.primitive import LOGSUMEXP
 from jaxsoftmax.ops.softmax.xla import saved_exponent, select
 from jaxsoftmax.ops.top_k import xla
@@ -186,7 +186,7 @@ def softmax_top_k(
     arguments.check_choice(name, "normalize", normalize, "all", "selected")
     x, where, axis = _rows(name, "logits", _floating(name, "logits", logits), axis, where)
     k, kind = _checked_k(name, k, x.shape[-1]), accumulator(x.dtype)
-    scale = None if scale is None else scalar_scale(name, scale, x.ndim, kind)
+    scale = None if scale is None else row_scale(name, scale, x.shape, (x.ndim - 1,), kind)
     operands, shape = {"x": x, "where": where, "scale": scale}, (*x.shape[:-1], k)
     if _is_empty(shape):
         weights, indices = jnp.zeros(shape, x.dtype), jnp.zeros(shape, jnp.int32)
