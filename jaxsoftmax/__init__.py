@@ -7,6 +7,7 @@ from jaxsoftmax.ops.attention.block_masks import BlockMask, block_mask
 from jaxsoftmax.ops.attention.context_parallel.order import unzigzag, zigzag
 from jaxsoftmax.ops.attention.context_parallel.settings import ContextParallel
 from jaxsoftmax.ops.cross_entropy.api import cross_entropy, linear_cross_entropy
+from jaxsoftmax.ops.cross_entropy.log_probs import entropy, log_probs
 from jaxsoftmax.ops.softmax.api import log_softmax, logsumexp, softmax
 from jaxsoftmax.ops.top_k.api import categorical, softmax_top_k, top_k
 
@@ -20,8 +21,10 @@ __all__ = [
     "categorical",
     "cross_entropy",
     "dot_product_attention",
+    "entropy",
     "explain",
     "linear_cross_entropy",
+    "log_probs",
     "log_softmax",
     "logsumexp",
     "online",

@@ -19,6 +19,7 @@ class LossOptions(TypedDict, total=False, closed=True):
     label_smoothing: float
     z_loss: float
     logits_soft_cap: float | None
+    scale: ArrayLike | None
     ignore_index: int | None
     axis_name: str | Sequence[str] | None
     implementation: str | None

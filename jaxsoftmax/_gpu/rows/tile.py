@@ -94,12 +94,55 @@ class Tile:
         weights, alike = self.weights(m, scale)
         return State(m, self._sum(each(weights, scores)) * alike)
 
-    def lift_and_sum(self, scores: Steps, addends: Addends) -> tuple[State, jax.Array]:
+    def lift_and_sum(self, scores: Steps, addends: Addends, scale=None) -> tuple[State, jax.Array]:
         """Computes `lift`, and for `sum` the sums of addends; elements that are not held are read once."""
         if self.memory.plan.storage != Storage.NOWHERE:
-            return self.lift(scores), self._sum(lambda step: addends(step, scores(step)))
-        state, (sums,) = self._push(scores, None, addends)
+            return self.lift(scores, scale), self._sum(lambda step: addends(step, scores(step)))
+        state, (sums,) = self._push(scores, scale, addends)
         return state, sums
+
+    def lift_with_exponents(self, scores: Steps, scale=None) -> tuple[State, jax.Array]:
+        """Computes `lift`, and for `sum_exponents` the sums of weights times their exponents; scores are read once.
+
+        An exponent is `scale * (score - m)`, and a weight the exponential of it.
+        """
+        plan = self.memory.plan
+
+        def add(elements, m, d, sums):
+            for score in elements:
+                exponent = exponent_of(score, m, scale)
+                weight = jnp.exp(exponent)
+                d, sums = d + weight, sums + weight * bounded(exponent)
+            return d, sums
+
+        if plan.storage != Storage.NOWHERE:
+            m = self._maximum(self._top(scores))
+            shifted = self.along(online.shift(m))
+            start = [self.accumulator(0), self.accumulator(0)]
+            d, sums = self._fold(lambda steps, *sums: add(map(scores, steps), shifted, *sums), start)
+            return State(m, self.of_places(d)), self.of_places(sums)
+
+        def push(steps, m, d, sums):
+            elements = list(map(scores, steps))
+            top = functools.reduce(jnp.maximum, elements, m)
+            shifted = online.shift(top)
+            return [top, *add(elements, shifted, *self._lowered(m, d, sums, shifted, scale))]
+
+        m, d, sums = self._fold(push, [self.accumulator(-jnp.inf), self.accumulator(0), self.accumulator(0)])
+        top = self._maximum(m)
+        d, sums = self._lowered(m, d, sums, self.along(online.shift(top)), scale)
+        return State(top, self.of_places(d)), self.of_places(sums)
+
+    def sum_exponents(self, local: State, sums: jax.Array, m: jax.Array, scale=None, exchange: int = 0) -> jax.Array:
+        """Sums weights times their exponents over rows with the maximum `m`, from the states and sums of warps."""
+        return self.sum(self._lowered(*local[:2], sums, online.shift(m), scale)[1], exchange)
+
+    def _lowered(self, m, d, sums, lower, scale) -> tuple[jax.Array, jax.Array]:
+        """Returns `d` and the sums of weights times exponents, relative to the finite maximum `lower` instead of `m`."""
+        step = bounded(exponent_of(m, lower, scale))
+        factor = jnp.exp(step)
+        product = self._product if m.shape == self.memory.plan.shape else operator.mul
+        return product(d, factor), product(sums + d * step, factor)
 
     def weights(self, m: jax.Array, scale=None) -> tuple[Callable[[jax.Array], jax.Array], Any]:
         """Returns a function of scores to `online.weights` of them, up to a factor that is alike for all, and this factor.
@@ -320,6 +363,21 @@ class RowTile(Tile):
                 plgpu.commit_smem()
         everywhere = replicated(plan.warps)
         return [plgpu.load(slot, layout=everywhere, optimized=False) for slot in slots]
+
+
+def exponent_of(scores: jax.Array, m: jax.Array, scale=None) -> jax.Array:
+    """Computes `scale * (scores - m)` for a finite `m`, and `-inf` for a score of `-inf`."""
+
+    def along(row):
+        return lax.broadcast_in_dim(row, scores.shape, (0,) if row.ndim else ()) if row.shape != scores.shape else row
+
+    exponent = scores - along(m)
+    return exponent if scale is None else jnp.where(exponent == -jnp.inf, exponent, exponent * along(scale))
+
+
+def bounded(exponent: jax.Array) -> jax.Array:
+    """Returns exponents, of which those of weight 0 are finite, so that their product with the weight is 0."""
+    return jnp.maximum(exponent, jnp.full_like(exponent, -1000.0))
 
 
 def _rounded(layout: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:

@@ -86,3 +86,70 @@ def cross_entropy(
     finite = np.where(np.isfinite(lse), of_lse, 0.0) + TINY + (0 if cap is None else 32 * EPS * cap)
     squeezed = [np.squeeze(part, axis) for part in (loss, budget, lse, finite)]
     return Losses(Truth(*squeezed[:2]), Truth(*squeezed[2:]), r, onehot, counts, slope, smoothing, z_loss, lse)
+
+
+@dataclass
+class Policy:
+    """The truth of the log-probability of a chosen class, and of the entropy, for rows along one axis.
+
+    Attributes:
+      log_p, entropy, lse: truths, without the axis.
+      rows: the softmax of the scores.
+      onehot: True at the entry of each row's id.
+      slope: the derivative of the scores by the logits.
+    """
+
+    log_p: Truth
+    entropy: Truth
+    lse: Truth
+    rows: Rows
+    onehot: np.ndarray
+    slope: np.ndarray
+
+    def gradient(self, of_log_p, of_entropy, of_lse) -> Truth:
+        """Returns the gradient of the sum of the results times their cotangents, which have the shape of the results."""
+        r, axis = self.rows, self.rows.axes[0]
+        t, h, g = (np.expand_dims(to64(cotangent), axis) for cotangent in (of_log_p, of_entropy, of_lse))
+        with np.errstate(all="ignore"):
+            z = np.where(r.y > 0, r.scores - r.m, 0.0)
+            mean = r.sum(r.y * z)
+            parts = [t * self.onehot, (g - t) * r.y, -h * r.y * (z - mean)]
+            value = np.where(r.where, sum(parts), t * self.onehot) * self.slope
+            unit = (16 + 3 * r.distance) * EPS
+            size = r.y * (np.abs(g - t) + np.abs(h) * (np.abs(z) + np.abs(mean) + 1))
+            budget = (unit * size + 16 * EPS * np.abs(parts[0])) * (np.abs(self.slope) + np.abs(self.scale))
+            budget += TINY * np.maximum(1, np.abs(t) + 128 * np.abs(h) + np.abs(g)) * np.maximum(1, self.scale)  # flushed weights
+        return Truth(value, budget)
+
+    @property
+    def scale(self) -> np.ndarray:
+        """Bound of the derivative of the scores."""
+        return np.max(np.abs(self.slope), self.rows.axes, keepdims=True)
+
+
+def log_probs(x, ids, axis=-1, where=None, *, scale=None, logits_soft_cap=None) -> Policy:
+    """Computes the truth of `jaxsoftmax.log_probs`; `scale` has size 1 along `axis`, or is a number."""
+    cap, factor = logits_soft_cap, 1.0 if scale is None else to64(scale)
+    x, axis = to64(x), axis % np.ndim(x)
+    ids = np.expand_dims(np.asarray(ids), axis)
+    bent = x if cap is None else cap * np.tanh(x / cap)
+    slope = factor * (np.ones_like(x) if cap is None else 1 - np.tanh(x / cap) ** 2)
+    with np.errstate(all="ignore"):
+        r = rows(bent * factor, axis, where)
+        n = x.shape[axis]
+        onehot = np.arange(n).reshape([-1 if a == axis else 1 for a in range(x.ndim)]) == ids
+        at = np.clip(ids, 0, n - 1).astype(np.int64)
+        chosen, log_d = np.take_along_axis(r.scores, at, axis), np.log(r.d)
+        z, lse = chosen - r.m, np.where(np.isinf(r.m), r.m, r.m + log_d)
+        log_p = np.where((ids >= 0) & (ids < n), np.where(np.isfinite(r.m), z - log_d, chosen - lse), np.nan)
+        distances = np.where(r.y > 0, r.m - r.scores, 0.0)
+        entropy = log_d + r.sum(r.y * distances)
+        bend = 0.0 if cap is None else 64 * EPS * cap * np.abs(factor)
+        of_log_p = 8 * EPS * (np.abs(np.where(np.isfinite(z), z, 0)) + np.abs(log_d) + 1) + bend
+        # A weight errs by a few roundings, and by as much as its exponent times one.
+        of_entropy = EPS * (8 + 8 * np.abs(entropy) + 4 * r.sum(r.y * distances * (distances + 1))) + bend * (1 + np.abs(entropy))
+        of_lse = 8 * EPS * (np.abs(r.m) + np.abs(log_d) + 1) + bend
+        entropy = np.where(np.any(r.where, axis, keepdims=True), entropy, 0.0)
+    budgets = (np.where(np.isfinite(b), b, 0.0) + TINY for b in (of_log_p, of_entropy, of_lse))
+    squeezed = [Truth(np.squeeze(v, axis), np.squeeze(b, axis)) for v, b in zip((log_p, entropy, lse), budgets, strict=True)]
+    return Policy(*squeezed, r, onehot, slope)

@@ -21,11 +21,12 @@ from jaxsoftmax.ops.cross_entropy import primitive, xla
 from jaxsoftmax.ops.softmax.across_devices import local_mask, merge_states, mesh_axes
 
 
-def cross_entropy(runner, x, labels, where, *, axes, return_state, cuts, **params):
+def cross_entropy(runner, x, labels, where, scale, *, axes, return_state=False, return_entropy=False, cuts, **params):
     """Computes the results of cross-entropy of rows that devices share."""
-    own_labels = local_labels(labels, x.shape[axes[0]], cuts)
-    terms = local_terms(runner, x, own_labels, local_mask(x, where, cuts), axes=axes, **params)
-    return merge_terms(terms, labels, params["dtype"], cuts, return_state)
+    own_labels, own_mask = local_labels(labels, x.shape[axes[0]], cuts), local_mask(x, where, cuts)
+    terms = local_terms(runner, x, own_labels, own_mask, scale, axes=axes, return_entropy=return_entropy, **params)
+    options = {"scale": scale, "return_entropy": return_entropy, "return_state": return_state}
+    return merge_terms(terms, labels, params["dtype"], cuts, **options)
 
 
 def cross_entropy_jvp(runner, x, labels, where, *, axes, cuts, **others):
@@ -35,17 +36,20 @@ def cross_entropy_jvp(runner, x, labels, where, *, axes, cuts, **others):
     return list(lax.psum(jnp.stack(xla.cross_entropy_jvp(axes=axes, **operands, **others)), mesh_axes(cuts)))
 
 
-def cross_entropy_vjp(runner, x, labels, where, *, axes, cuts, dtype, soft_cap, replaces=False, **of_rows):
+def cross_entropy_vjp(
+    runner, x, labels, where, *, axes, cuts, dtype, soft_cap, of_scores=False, replaces=False, **others
+):
     """Computes the gradient of this device's logits: the state holds the sums over whole rows."""
-    operands = {"x": x, "labels": local_labels(labels, x.shape[axes[0]], cuts), "where": local_mask(x, where, cuts), **of_rows}
-    return runner(primitive.CROSS_ENTROPY_VJP, operands, axes=axes, dtype=dtype, soft_cap=soft_cap, replaces=replaces)
+    operands = {"x": x, "labels": local_labels(labels, x.shape[axes[0]], cuts), "where": local_mask(x, where, cuts), **others}
+    params = {"axes": axes, "dtype": dtype, "soft_cap": soft_cap, "of_scores": of_scores, "replaces": replaces}
+    return runner(primitive.CROSS_ENTROPY_VJP, operands, **params)
 
 
 def cross_entropy_gradient(runner, x, labels, t, *, cuts, **params):
     """Computes the losses of rows that devices share, and the gradient of this device's logits."""
 
     def forward(operands, **params):
-        return cross_entropy(runner, **operands, where=None, cuts=cuts, **params)
+        return cross_entropy(runner, **operands, where=None, scale=None, cuts=cuts, **params)
 
     def backward(operands, **params):
         return cross_entropy_vjp(runner, **operands, where=None, cuts=cuts, replaces=True, **params)
@@ -62,51 +66,61 @@ def local_labels(labels, classes, cuts):
     return jnp.where(is_local, index, jnp.where(labels == xla.NO_ROW, xla.NO_ROW, xla.NO_CLASS))
 
 
-def local_terms(runner, x, labels, where, *, axes, dtype, soft_cap, return_total):
-    """Computes `m`, `d`, the score of the label and with `return_total` the sum of the scores, of this device's classes.
+def local_terms(runner, x, labels, where, scale=None, *, axes, dtype, soft_cap, return_total, return_entropy=False):
+    """Computes the terms of this device's classes: `m`, `d`, the score of the label before a scale, and what is asked for.
 
-    `labels` are `local_labels`. The score of a label of another device is 0.
+    `labels` are `local_labels`. The score of a label of another device is 0. `return_total` asks for the sum of the scores, and
+    `return_entropy` for `softmax.xla.sum_of_exponents`.
     """
     params = {"axes": axes, "dtype": accumulator(x.dtype, dtype), "soft_cap": soft_cap, "return_total": return_total}
-    _, _, *total, m, d = runner(
-        primitive.CROSS_ENTROPY, {"x": x, "labels": labels, "where": where}, return_state=True, **params
-    )
+    operands = {"x": x, "labels": labels, "where": where, "scale": scale}
+    *_, m, d = results = runner(primitive.CROSS_ENTROPY, operands, return_state=True, return_entropy=return_entropy, **params)
+    sums = results[2:-2]
+    if return_entropy:  # a part in which nothing takes part has no entropy
+        sums[-1] = jnp.where(d > 0, d * xla.mean_of(sums[-1], jnp.where(d > 0, d, 1)), 0)
     chosen = jnp.where(labels >= 0, xla.chosen_score(x, labels, axes, soft_cap, m.dtype), 0)
-    return [m, d, chosen, *total]
+    return [m, d, chosen, *sums]
 
 
-def merge_terms(terms, labels, dtype, cuts, return_state=False):
+def merge_terms(terms, labels, dtype, cuts, scale=None, return_entropy=False, return_state=False):
     """Merges the `local_terms` of all devices to the results of `cross_entropy`. `labels` count the classes of all devices."""
     (cut,) = cuts.values()
-    m, d, chosen, *total = merge_states(*terms, cuts=cuts)
+    exponents = terms[-1] if return_entropy else None
+    parts = terms[:-1] if return_entropy else terms
+    m, d, chosen, *sums = merge_states(*parts, cuts=cuts, scale=scale, exponents=exponents)
     chosen = jnp.where((labels >= 0) & (labels < cut.size), chosen, jnp.nan)
-    return xla.results_of(labels, m, d, chosen, *total, dtype=dtype, return_state=return_state)
+    options = {"dtype": dtype, "scale": scale, "return_entropy": return_entropy, "return_state": return_state}
+    return xla.results_of(labels, m, d, chosen, *sums, **options)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def cross_entropy_of_parts(axis_name: tuple[str, ...], params: dict[str, Any], x, labels, where) -> list[jax.Array]:
+def cross_entropy_of_parts(axis_name: tuple[str, ...], params: dict[str, Any], x, labels, where, scale) -> list[jax.Array]:
     """Computes the results of the primitive, with the state, of rows that devices share inside a `shard_map` of the user.
 
-    All devices get the same results, and pass the same labels, which count the classes of all devices. The collectives stand
-    beside the primitives, for the reason that `logsumexp_of_parts` gives. The logits are read and written as often as on one
-    device.
+    All devices get the same results, and pass the same labels, which count the classes of all devices, and the same scale. The
+    collectives stand beside the primitives, for the reason that `logsumexp_of_parts` gives. The logits are read and written as
+    often as on one device.
     """
     runner = functools.partial(bind, implementation=params["implementation"])
     params = {name: value for name, value in params.items() if name != "implementation"}
     (axis,) = params["axes"]
     cuts = {axis: Cut.of_part(axis_name, x.shape[axis])}
-    return cross_entropy(runner, x, labels, where, return_state=True, cuts=cuts, **params)
+    return cross_entropy(runner, x, labels, where, scale, return_state=True, cuts=cuts, **params)
 
 
 @cross_entropy_of_parts.defjvp
 def _jvp_of_parts(axis_name, params, primals, tangents):
-    (x, labels, where), (t, *_) = primals, tangents
-    *results, m, d = cross_entropy_of_parts(axis_name, params, x, labels, where)
+    (x, labels, where, scale), (dx, _, _, dscale) = primals, tangents
+    *results, m, d = cross_entropy_of_parts(axis_name, params, x, labels, where, scale)
     (axis,) = params["axes"]
     own_labels = local_labels(labels, x.shape[axis], {axis: Cut.of_part(axis_name, x.shape[axis])})
-    operands = {"x": x, "m": m, "d": d, "t": t, "labels": own_labels, "where": where}
-    mean, chosen, *total = lax.psum(jnp.stack(bind(primitive.CROSS_ENTROPY_JVP, operands, **params)), axis_name)
-    return [*results, m, d], [mean - chosen, mean, *total, jnp.zeros_like(m), xla.tangent_of_sum(d, mean)]
+    t = dx if scale is None else xla.scores_tangent(x, scale, dx, dscale, params["soft_cap"])
+    operands = {"x": x, "m": m, "d": d, "t": t, "labels": own_labels, "where": where, "scale": scale}
+    sums = bind(primitive.CROSS_ENTROPY_JVP, operands, of_scores=scale is not None, **params)
+    mean, chosen, *sums = lax.psum(jnp.stack(sums), axis_name)
+    if params.get("return_entropy", False):
+        sums[-1] = xla.mean_of(results[-1], d) * mean - sums[-1]
+    return [*results, m, d], [mean - chosen, mean, *sums, jnp.zeros_like(m), xla.tangent_of_sum(d, mean)]
 
 
 RULES = {

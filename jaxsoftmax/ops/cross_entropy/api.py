@@ -23,7 +23,7 @@ from jaxsoftmax.ops.cross_entropy.loss import LossHead, combined
 from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY
 from jaxsoftmax.ops.cross_entropy.xla import NO_CLASS, NO_ROW, capped
 from jaxsoftmax.ops.softmax.across_devices import logsumexp_of_parts
-from jaxsoftmax.ops.softmax.api import sorted_axes
+from jaxsoftmax.ops.softmax.api import row_scale, sorted_axes
 from jaxsoftmax.ops.softmax.primitive import LOGSUMEXP
 from jaxsoftmax.ops.softmax.xla import select
 
@@ -66,6 +66,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     logits_soft_cap: float | None = None,
+    scale: ArrayLike | None = None,
     ignore_index: int | None = None,
     return_lse: bool = False,
     axis_name: str | Sequence[str] | None = None,
@@ -73,7 +74,7 @@ def cross_entropy(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes the cross-entropy loss of each row of `logits`.
 
-    The scores `s` are the logits, or `logits_soft_cap * tanh(logits / logits_soft_cap)`. The loss of a row is `nll =
+    The scores `s` are the logits, or `logits_soft_cap * tanh(logits / logits_soft_cap)`, times `scale`. The loss of a row is `nll =
     logsumexp(s) - s[label]`, or `sum(label * (logsumexp(s) - s))` for labels that are probabilities. Two options change
     it, with `lse = logsumexp(s)`:
 
@@ -103,6 +104,8 @@ def cross_entropy(
       z_loss: factor of the term `z_loss * logsumexp(s)**2` that is added to the loss; a concrete number, 0 (the default)
         or more.
       logits_soft_cap: limit of the absolute value of scores, a concrete positive number; None (the default) for no cap.
+      scale: real scalar that multiplies the scores, such as the inverse of a temperature, or array that broadcasts to
+        `[*rows]`, one number for each row; None (the default) for 1. It may be traced, and has a derivative.
       ignore_index: label of the rows that do not count, such as padding; a concrete integer. Their loss and gradient are
         0, whatever their logits hold. None (the default) ignores no label. Only for integer labels `[*rows]`.
       return_lse: True to return `logsumexp(s)` too; False by default.
@@ -118,9 +121,10 @@ def cross_entropy(
 
     Raises:
       TypeError: `logits` are not floating, `labels` are not integers, boolean or floating, `where` is not boolean, `axis`
-        is not made of integers, `label_smoothing`, `z_loss` or `logits_soft_cap` is not a concrete real number,
-        `ignore_index` is not a concrete integer, `return_lse` is not True or False, or `axis_name` is not made of strings.
-      ValueError: the shape of `labels` or `where` does not fit `logits`, `axis` is empty, out of range or names an axis
+        is not made of integers, `label_smoothing`, `z_loss` or `logits_soft_cap` is not a concrete real number, `scale` is
+        not real, `ignore_index` is not a concrete integer, `return_lse` is not True or False, or `axis_name` is not made
+        of strings.
+      ValueError: the shape of `labels`, `where` or `scale` does not fit `logits`, `axis` is empty, out of range or names an axis
         twice, `label_smoothing`, `z_loss` or `logits_soft_cap` is out of range, `ignore_index` comes with labels that are
         probabilities or one-hot, there are more classes than int32 can count, `axis_name` is not a mesh axis of a
         `shard_map` around the call, or there is no `implementation` of this name.
@@ -164,15 +168,16 @@ def cross_entropy(
     where = None if where is None else arguments.array(_NAME, "where", where, "boolean")
     kind = accumulator(logits.dtype)
     smoothing, z_loss, soft_cap = _options(_NAME, kind, label_smoothing, z_loss, logits_soft_cap)
-    axes, axis_name = _class_axes(axis, logits.ndim), arguments.axis_names(_NAME, axis_name)
+    axes, axis_name = class_axes(_NAME, axis, logits.ndim), arguments.axis_names(_NAME, axis_name)
     params = {"dtype": kind, "soft_cap": soft_cap, "return_total": smoothing > 0, "implementation": implementation}
     if _are_classes(labels, logits.shape, axes):
-        terms, classes, counts = _terms_from_classes(logits, labels, where, axes, axis_name, ignore_index, return_lse, params)
+        options = {"ignore_index": ignore_index, "counts_all": return_lse}
+        terms, classes, counts = terms_from_classes(_NAME, logits, labels, where, scale, axes, axis_name, params, **options)
     else:
         if ignore_index is not None:
             what = arguments.shown(ignore_index)
             raise ValueError(f"{_NAME}: ignore_index must be None where labels are floating or one-hot, got {what}")
-        terms, classes = _terms_from_probabilities(logits, labels, where, axes, axis_name, params)
+        terms, classes = _terms_from_probabilities(logits, labels, where, scale, axes, axis_name, params)
         counts = None if where is None else classes != 0
     # Rows that do not count become 0 before anything is computed from their log-sum-exp, which may be infinite.
     counted = terms if counts is None else [jnp.where(counts, term, 0) for term in terms]
@@ -197,29 +202,46 @@ def _are_classes(labels: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...
     return False
 
 
-def _terms_from_classes(logits, labels, where, axes, axis_name, ignore_index, return_lse, params):
-    """Computes the terms of the losses for labels that are classes, by the primitive.
+def terms_from_classes(
+    function, logits, labels, where, scale, axes, axis_name, params, *, ignore_index=None, counts_all=False
+):
+    """Computes the terms of rows for labels that are classes, by the primitive.
+
+    Args:
+      function: name of the public function, for errors.
+      logits: floating array `[*rows, classes]`.
+      labels: integers that broadcast with `[*rows]`.
+      where: mask of rows or of classes, or None.
+      scale: number, or array that broadcasts to `[*rows]`, or None.
+      axes: axes of the classes.
+      axis_name: mesh axes over which devices share the classes inside of a `shard_map`.
+      params: parameters of the primitive except `axes`.
+      ignore_index: label of rows that do not count, or None.
+      counts_all: True to compute the terms of rows that do not count too, for any label.
 
     Returns:
-      The terms (`nll`, `lse`, and with `return_total` the sum of the scores), the number of classes that take part in each row,
-      and True for each row that counts; None if all rows do.
+      The terms (`nll`, `lse`, and what `params` ask for), the number of classes that take part in each row, and True for each
+      row that counts; None if all rows do.
     """
-    logits = _with_rows_of(labels, logits, axes, params["dtype"])
+    logits = _with_rows_of(function, labels, logits, axes, params["dtype"])
     rows = tuple([size for axis, size in enumerate(logits.shape) if axis not in axes])
-    labels = _broadcast("labels", labels, rows)
+    labels = _broadcast("labels", labels, rows, function)
     if where is not None:
-        where = _aligned_mask(where, logits.shape, axes)
-        where = _flattened(jnp.broadcast_to(where, logits.shape) if len(axes) > 1 else where, axes)
-    logits, axis = _flattened(logits, axes), axes[0] if len(axes) == 1 else len(rows)
-    classes, all_classes = _count_classes(where, logits.shape, (axis,), axis_name)
+        where = aligned_mask(function, where, logits.shape, axes)
+        where = flattened(jnp.broadcast_to(where, logits.shape) if len(axes) > 1 else where, axes)
+    if scale is not None:
+        scale = flattened(row_scale(function, scale, logits.shape, tuple(sorted(axes)), params["dtype"]), axes)
+    logits, axis = flattened(logits, axes), axes[0] if len(axes) == 1 else len(rows)
+    classes, all_classes = _count_classes(function, where, logits.shape, (axis,), axis_name)
     counts = None if where is None else classes != 0
     if ignore_index is not None:
         is_label = _differs(labels, ignore_index)
         counts = is_label if counts is None else counts & is_label
-    index = _index(labels, all_classes)
+    index = index_of(labels, all_classes)
     if counts is not None:  # with any label of the row, the primitive computes the log-sum-exp that is returned
-        index = jnp.where(counts, index, 0 if return_lse else NO_ROW)
-    operands, params = {"x": logits, "labels": jnp.expand_dims(index, axis), "where": where}, {"axes": (axis,), **params}
+        index = jnp.where(counts, index, 0 if counts_all else NO_ROW)
+    operands = {"x": logits, "labels": jnp.expand_dims(index, axis), "where": where, "scale": scale}
+    params = {"axes": (axis,), **params}
     if axis_name:
         terms = across_devices.cross_entropy_of_parts(axis_name, params, *operands.values())[:-2]
     else:
@@ -227,7 +249,7 @@ def _terms_from_classes(logits, labels, where, axes, axis_name, ignore_index, re
     return [jnp.squeeze(term, axis) for term in terms], classes, counts
 
 
-def _with_rows_of(labels, logits, axes, dtype):
+def _with_rows_of(function, labels, logits, axes, dtype):
     """Broadcasts axes of size 1 of the rows of logits to the sizes that labels have there, as optax does.
 
     Logits that are broadcast get the dtype of the arithmetic, in which their gradient accumulates.
@@ -237,15 +259,15 @@ def _with_rows_of(labels, logits, axes, dtype):
     try:
         sizes = dict(zip(others, lax.broadcast_shapes(rows, labels.shape), strict=True))
     except ValueError:
-        raise ValueError(f"{_NAME}: labels must broadcast with rows of shape {rows}, got {labels.shape}") from None
+        raise ValueError(f"{function}: labels must broadcast with rows of shape {rows}, got {labels.shape}") from None
     shape = tuple([sizes.get(axis, size) for axis, size in enumerate(logits.shape)])
     return logits if shape == logits.shape else jnp.broadcast_to(logits.astype(dtype), shape)
 
 
-def _terms_from_probabilities(logits, labels, where, axes, axis_name, params):
+def _terms_from_probabilities(logits, labels, where, scale, axes, axis_name, params):
     """Computes the terms of the losses for labels that are weights of classes, and the number of classes that take part.
 
-    The terms are those of `_terms_from_classes`.
+    The terms are those of `terms_from_classes`.
     """
     dtype, soft_cap = params["dtype"], params["soft_cap"]
     ndim = max(logits.ndim, labels.ndim)
@@ -257,11 +279,13 @@ def _terms_from_probabilities(logits, labels, where, axes, axis_name, params):
         what = f"got shapes {labels.shape} and {logits.shape}"
         raise ValueError(f"{_NAME}: floating labels must broadcast with logits, {what}") from None
     if where is not None:
-        where = _aligned_mask(where, shape, axes)
+        where = aligned_mask(_NAME, where, shape, axes)
         logits = jnp.broadcast_to(logits, lax.broadcast_shapes(logits.shape, where.shape))
     logits = logits.astype(dtype)  # once: cotangents of narrow logits would be rounded before they are added up
     scores = capped(select(where, logits, 0), soft_cap)
-    x = logits if soft_cap is None else scores
+    if scale is not None:
+        scores = scores * row_scale(_NAME, scale, shape, axes, dtype)
+    x = logits if soft_cap is None and scale is None else scores
     lse_params = {"axes": axes, "dtype": dtype, "implementation": params["implementation"]}
     if axis_name:
         lse = logsumexp_of_parts(axis_name, lse_params, x, where)
@@ -273,7 +297,7 @@ def _terms_from_probabilities(logits, labels, where, axes, axis_name, params):
     if params["return_total"]:
         sums.append(jnp.sum(select(where, scores, 0), axes))
     nll, *total = lax.psum(sums, axis_name) if axis_name else sums
-    classes, _ = _count_classes(where, logits.shape, axes, axis_name)
+    classes, _ = _count_classes(_NAME, where, logits.shape, axes, axis_name)
     terms = [nll, lax.squeeze(lse, axes), *total]
     *terms, classes = (jnp.broadcast_to(term, nll.shape) for term in (*terms, classes))
     return terms, classes
@@ -443,7 +467,7 @@ def _linear_loss(names, head, classes, reduction, ignore_index, row_axes, class_
     operands = dict(zip(names, arrays, strict=True))
     hidden, weight, labels, bias = operands["hidden"], operands["weight"], operands["labels"], operands.get("bias")
     factors = operands.get("sample_weight", jnp.ones_like(labels, accumulator(hidden.dtype)))
-    index = _index(labels, all_classes)
+    index = index_of(labels, all_classes)
     if ignore_index is not None:
         factors = jnp.where(_differs(labels, ignore_index, _LINEAR), factors, 0)
     if ignore_index is not None or "sample_weight" in operands:
@@ -477,7 +501,7 @@ def _options(function, kind, label_smoothing, z_loss, logits_soft_cap) -> tuple[
     return smoothing, factor, None if logits_soft_cap is None else arguments.soft_cap(function, logits_soft_cap, kind)
 
 
-def _index(labels: jax.Array, classes: int) -> jax.Array:
+def index_of(labels: jax.Array, classes: int) -> jax.Array:
     """Returns the labels as int32, `NO_CLASS` for those that are no class."""
     # A narrow dtype may not hold the number of classes.
     wide = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
@@ -507,13 +531,13 @@ def _countable(function: str, classes: Any) -> Any:
     return classes
 
 
-def _count_classes(where, shape, axes, axis_name) -> tuple[Any, Any]:
+def _count_classes(function, where, shape, axes, axis_name) -> tuple[Any, Any]:
     """Counts the classes that take part in each row of logits of this shape, and all classes, over all devices.
 
     With a mask of rows the first number is 0, or at least 1.
     """
     n_local = math.prod([shape[axis] for axis in axes])
-    classes = _countable(_NAME, n_local * lax.axis_size(axis_name))
+    classes = _countable(function, n_local * lax.axis_size(axis_name))
     if where is None:
         return classes, classes
     is_of_rows = all(where.shape[axis] == 1 for axis in axes)
@@ -524,22 +548,22 @@ def _count_classes(where, shape, axes, axis_name) -> tuple[Any, Any]:
     return lax.psum(count, axis_name) if axis_name else count, classes
 
 
-def _aligned_mask(where: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> jax.Array:
+def aligned_mask(function: str, where: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> jax.Array:
     """Returns a mask of rows, or else of classes, with as many axes as `shape`; it broadcasts to that shape."""
     rows = tuple([size for axis, size in enumerate(shape) if axis not in axes])
     if where.ndim == len(rows):
         mask_of_classes = (1,) * len(axes) + where.shape
         hint = f"; a mask of classes is {mask_of_classes}"
-        return lax.expand_dims(_broadcast("where", where, rows, hint=hint), sorted(axes))
-    _broadcast("where", where, shape)
+        return lax.expand_dims(_broadcast("where", where, rows, function, hint), sorted(axes))
+    _broadcast("where", where, shape, function)
     return lax.expand_dims(where, range(len(shape) - where.ndim))
 
 
-def _class_axes(axis: Any, ndim: int) -> tuple[int, ...]:
+def class_axes(function: str, axis: Any, ndim: int) -> tuple[int, ...]:
     """Returns the axes of the classes in the order of `axis`, counted from 0."""
-    axes = sorted_axes(_NAME, axis, ndim)
+    axes = sorted_axes(function, axis, ndim)
     if not axes:
-        raise ValueError(f"{_NAME}: axis must name an axis of logits, got {arguments.shown(axis)} for {ndim} dimensions")
+        raise ValueError(f"{function}: axis must name an axis of logits, got {arguments.shown(axis)} for {ndim} dimensions")
     return axes if len(axes) == 1 or axis is None else tuple([operator.index(a) % ndim for a in axis])
 
 
@@ -550,7 +574,7 @@ def _broadcast(name: str, array: jax.Array, shape: tuple[int, ...], function: st
         raise ValueError(f"{function}: {name} must broadcast to shape {shape}, got {array.shape}{hint}") from None
 
 
-def _flattened(array: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+def flattened(array: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """Returns the array with one axis of classes: several axes move to the end and are flattened, in their order."""
     if len(axes) == 1:
         return array

@@ -1,18 +1,20 @@
 """Cross-entropy with integer labels as a JAX primitive, and its derivatives as primitives.
 
-The scores `s` of a row are `x`, or `soft_cap * tanh(x / soft_cap)`. From the row's state `(m, d)` and its label the primitive
-computes
+The scores `s` of a row are `scale * x`, or `scale * soft_cap * tanh(x / soft_cap)`. From the row's state `(m, d)` and its label
+the primitive computes, where `z = s - max s`,
 
-    nll = log d - (s[label] - m),   lse = m + log d,   and with `return_total` the sum of the scores;
+    nll = log d - z[label],   lse = max s + log d,   with `return_total` the sum of the scores,
+    and with `return_entropy` the entropy of the softmax, log d - sum(p * z), in nats;
 
 with `return_state` it returns the state too. Smoothing, z-loss and ignored rows need a few operations for each row, which XLA
 computes and differentiates. The derivatives are linear, and transposes of each other:
 
-    cross_entropy_jvp  from the tangent t of x:              sum(p * u), u[label] and the sum of u, with u = t * ds/dx
-    cross_entropy_vjp  from numbers a, b and c of each row:  (a * p + b * onehot(label) + c) * ds/dx
+    cross_entropy_jvp  from the tangent t of x:                 sum(p * u), u[label], the sum of u and sum(p * z * u),
+                                                                with u = t * ds/dx
+    cross_entropy_vjp  from numbers a, b, c and e of each row:  (a * p + b * onehot(label) + c + e * p * z) * ds/dx
 
-with `p = exp(s - m) / d`. Results that depend on the state do not depend on how it is split into `m` and `d`, so `m` counts as
-a constant.
+with `p = exp(z) / d`. Results that depend on the state do not depend on how it is split into `m` and `d`, so `m` counts as
+a constant. With `of_scores` the tangent, or the cotangent, is that of the scores, and `ds/dx` is left out.
 
 If the cotangents are known together with the logits, another primitive computes losses and gradient at once, in the memory of
 `x` if nothing else reads that:
@@ -24,12 +26,12 @@ If the cotangents are known together with the logits, another primitive computes
 If a row holds +inf, some entries of that gradient are NaN; which ones depends on the implementation.
 
 All operands have the same axes. `labels`, int32, and all operands and results of rows have size 1 along `axes`, which is a
-single axis. `where` may have size 1 along any axis; `cross_entropy_gradient` takes no `where`. A label that is no entry of the
-row gives NaN, as the label `NO_CLASS` does. A row with the label `NO_ROW` does not count: its results and tangents are 0, and
-its numbers `a`, `b`, `c` and `t` must be 0.
+single axis; so does `scale`, which may have size 1 along others too. `where` may have size 1 along any axis. The operation
+`cross_entropy_gradient` takes neither. A label that is no entry of the row gives NaN, as the label `NO_CLASS` does. A row with
+the label `NO_ROW` does not count: its results and tangents are 0, and its numbers `a`, `b`, `c`, `e` and `t` must be 0.
 
 Parameters of all primitives are `axes`, `dtype` (of the results), `soft_cap` (a number or None) and `implementation`;
-`cross_entropy` and its tangent have `return_total` too.
+`cross_entropy` and its tangent have `return_total` and `return_entropy` too, False where they are absent.
 """
 
 import functools
@@ -45,7 +47,7 @@ from jaxsoftmax.ops.cross_entropy.problem import CrossEntropyProblem
 
 _X = Operand("x", is_scores=True, may_be_one=False)
 _M, _D, _LABELS = (Operand(name, may_be_one=False) for name in ("m", "d", "labels"))
-_WHERE = Operand("where")
+_WHERE, _SCALE = Operand("where"), Operand("scale")
 _REPLACED = Operand("x", may_be_one=False)  # not `is_scores`: before a cast to float32 it has no room for the gradient
 
 
@@ -54,9 +56,9 @@ def _whole(operands, *, dtype, **params):
     return [jax.ShapeDtypeStruct(operands["x"].shape, dtype)]
 
 
-def _of_rows(operands, *, dtype, return_total, return_state=False, **params):
+def _of_rows(operands, *, dtype, return_total=False, return_entropy=False, return_state=False, **params):
     del params
-    return [jax.ShapeDtypeStruct(operands["labels"].shape, dtype)] * (2 + return_total + 2 * return_state)
+    return [jax.ShapeDtypeStruct(operands["labels"].shape, dtype)] * (2 + return_total + return_entropy + 2 * return_state)
 
 
 def _of_rows_and_whole(operands, *, label_smoothing, **params):
@@ -65,13 +67,13 @@ def _of_rows_and_whole(operands, *, label_smoothing, **params):
 
 
 CROSS_ENTROPY = define(
-    Operation(CROSS_ENTROPY_FAMILY, "cross_entropy", (_X, _LABELS, _WHERE), _of_rows, problem=CrossEntropyProblem)
+    Operation(CROSS_ENTROPY_FAMILY, "cross_entropy", (_X, _LABELS, _WHERE, _SCALE), _of_rows, problem=CrossEntropyProblem)
 )
 CROSS_ENTROPY_JVP = define(
     Operation(
         CROSS_ENTROPY_FAMILY,
         "cross_entropy_jvp",
-        (_X, _M, _D, _X.called("t"), _LABELS, _WHERE),
+        (_X, _M, _D, _X.called("t"), _LABELS, _WHERE, _SCALE),
         _of_rows,
         linear=("t",),
         problem=CrossEntropyProblem,
@@ -81,9 +83,9 @@ CROSS_ENTROPY_VJP = define(
     Operation(
         CROSS_ENTROPY_FAMILY,
         "cross_entropy_vjp",
-        (_X, _M, _D, *map(_M.called, "abc"), _LABELS, _WHERE),
+        (_X, _M, _D, *map(_M.called, "abce"), _LABELS, _WHERE, _SCALE),
         _whole,
-        linear=("a", "b", "c"),
+        linear=("a", "b", "c", "e"),
         problem=CrossEntropyProblem,
     )
 )
@@ -98,27 +100,40 @@ CROSS_ENTROPY_GRADIENT = define(
 )
 
 
-def _jvp(operands, tangents, *, return_state, **params):
-    """Computes results and tangents. Only `x` has a tangent: labels and masks are not floating."""
-    *results, m, d = bind(CROSS_ENTROPY, operands, return_state=True, **params)
-    mean, chosen, *total = bind(CROSS_ENTROPY_JVP, operands | {"m": m, "d": d, "t": tangents["x"]}, **params)
-    tangents_out = [mean - chosen, mean, *total]
+def _jvp(operands, tangents, *, return_state, return_entropy=False, **params):
+    """Computes results and tangents, by `x` and `scale`: labels and masks are not floating."""
+    *results, m, d = bind(CROSS_ENTROPY, operands, return_state=True, return_entropy=return_entropy, **params)
+    saved, options = operands | {"m": m, "d": d}, {"of_scores": "scale" in tangents, "return_entropy": return_entropy}
+    if options["of_scores"]:
+        saved["t"] = xla.scores_tangent(operands["x"], operands["scale"], *map(tangents.get, ("x", "scale")), params["soft_cap"])
+    else:
+        saved["t"] = tangents["x"]
+    mean, chosen, *sums = bind(CROSS_ENTROPY_JVP, saved, **options, **params)
+    if return_entropy:  # that of -sum(p * log(p)) is the covariance of the scores and their tangents, negative
+        sums[-1] = xla.mean_of(results[-1], d) * mean - sums[-1]
+    tangents_out = [mean - chosen, mean, *sums]
     if return_state:
         results, tangents_out = [*results, m, d], [*tangents_out, None, xla.tangent_of_sum(d, mean)]
     return results, tangents_out
 
 
-def _transpose_of_jvp(cotangents, operands, types, *, dtype, return_total, **params):
-    del dtype, return_total
-    numbers = dict(zip("abc", cotangents, strict=False))
+def _numbers(params) -> str:
+    """Returns the names of the numbers of rows that `cross_entropy_vjp` takes, in the order of the results of its transpose."""
+    return "ab" + "c" * params["return_total"] + "e" * params["return_entropy"]
+
+
+def _transpose_of_jvp(cotangents, operands, types, *, dtype, return_total, return_entropy=False, **params):
+    del dtype
+    numbers = dict(zip(_numbers({"return_total": return_total, "return_entropy": return_entropy}), cotangents, strict=True))
     (t,) = bind(CROSS_ENTROPY_VJP, operands | numbers, dtype=types["t"].dtype, **params)
     return {"t": t}
 
 
 def _transpose_of_vjp(cotangents, operands, types, *, dtype, **params):
-    kind = accumulator(operands["x"].dtype, dtype)
-    numbers = bind(CROSS_ENTROPY_JVP, operands | {"t": cotangents[0]}, dtype=kind, return_total="c" in types, **params)
-    return {name: number for name, number in zip("abc", numbers, strict=False) if name in types}
+    options = {"return_total": "c" in types, "return_entropy": "e" in types}
+    options["dtype"] = accumulator(operands["x"].dtype, dtype)
+    numbers = bind(CROSS_ENTROPY_JVP, operands | {"t": cotangents[0]}, **options, **params)
+    return {name: number for name, number in zip(_numbers(options), numbers, strict=True) if name in types}
 
 
 def _jvp_of_gradient(operands, tangents, **params):

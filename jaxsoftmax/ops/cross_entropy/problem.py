@@ -19,6 +19,11 @@ class CrossEntropyProblem(RowwiseProblem):
         return self.params.get("return_total", False) or self.params.get("label_smoothing", 0) > 0
 
     @functools.cached_property
+    def has_entropy(self) -> bool:
+        """True if the entropy of each row is a result, or has a part in the gradient."""
+        return self.params.get("return_entropy", False) or "e" in self.operands
+
+    @functools.cached_property
     def written(self) -> list[Any]:
         """Dtypes of the results that are as large as the logits."""
         dtypes = {"cross_entropy_vjp": self.params["dtype"], "cross_entropy_gradient": self.operands["x"].dtype}
@@ -33,7 +38,7 @@ class CrossEntropyProblem(RowwiseProblem):
             read=(x.dtype.itemsize,),
             written=tuple(dtype.itemsize for dtype in self.written),
             has_mask=is_along(self.operands.get("where"), axes),
-            needs_end=self.params["soft_cap"] is not None or self.has_total,
+            needs_end=self.params["soft_cap"] is not None or "scale" in self.operands or self.has_total,
             reduces="nothing" if needs_nothing else "state",
-            n_exchanges=0 if needs_nothing else 1 + self.has_total,
+            n_exchanges=0 if needs_nothing else 1 + self.has_total + self.has_entropy,
         )

@@ -54,6 +54,8 @@ def plan(problem: Problem, target: Target) -> TritonLossPlan | Refusal:
     operation, name, params = problem.operation, problem.operation.name, problem.params
     if not isinstance(problem, CrossEntropyProblem) or operation not in _COMPUTE:
         return Refusal(f"it has no kernel for {name}", lacks_kernel=True)
+    if problem.has_entropy or "scale" in problem.operands:
+        return Refusal("no kernel computes the entropy, or takes a scale")
     x, dtype = problem.operands["x"], jnp.dtype(params["dtype"])
     if (reason := refused(problem, [x.dtype, dtype])) is not None:
         return Refusal(reason)

@@ -171,23 +171,29 @@ def _lse_and_state(axis_name, params, x, where):
     return xla.lse_of(m, d, None).astype(params["dtype"]), m, d
 
 
-def merge_states(m, d, *sums, cuts, scale=None):
+def merge_states(m, d, *sums, cuts, scale=None, exponents=None):
     """Merges the states of all devices' parts of rows, and adds up sums along the parts, in one collective.
 
+    `exponents` are `xla.sum_of_exponents` of the parts, or None.
+
     Returns:
-      The state `(m, d)` of whole rows, with a finite `m`, and the sums along whole rows.
+      The state `(m, d)` of whole rows, with a finite `m`, the sums along whole rows, and `exponents` of whole rows.
     """
-    return _merge_along_mesh(m, d, *sums, axis_name=mesh_axes(cuts), scale=scale)
+    return _merge_along_mesh(m, d, *sums, axis_name=mesh_axes(cuts), scale=scale, exponents=exponents)
 
 
-def _merge_along_mesh(m, d, *sums, axis_name, scale=None):
+def _merge_along_mesh(m, d, *sums, axis_name, scale=None, exponents=None):
     m = jnp.where(d == 0, -jnp.inf, jnp.where(d == jnp.inf, jnp.inf, m))  # undoes `online.finite`
-    numbers = jnp.stack([m, d, *sums])
+    numbers = jnp.stack([m, d, *sums, *([] if exponents is None else [exponents])])
     # All devices get the same numbers. If a `shard_map` of the user checks what varies, "invarying" says so to JAX, and nothing
     # else has to make the result the same on all devices.
     to = "invarying" if compat.varying(numbers).issuperset(axis_name) else "varying"
-    m, d, *sums = lax.all_gather(numbers, axis_name, axis=1, to=to)
-    m, d, _ = online.merge_along(online.State(m, d), 0, scale=None if scale is None else jnp.abs(scale))
+    maxima, parts, *sums = lax.all_gather(numbers, axis_name, axis=1, to=to)
+    size = None if scale is None else jnp.abs(scale)
+    m, d, _ = online.merge_along(online.State(maxima, parts), 0, scale=size)
+    if exponents is not None:
+        below = xla.bounded((maxima - online.shift(m)) * (1 if size is None else size))  # of the maximum of each part
+        sums[-1] = jnp.where(parts > 0, jnp.exp(below) * (sums[-1] + parts * below), 0)
     return [online.shift(m), d, *[jnp.sum(total, 0) for total in sums]]
 
 

@@ -125,7 +125,7 @@ def _softmax(problem, x, where, scale) -> RowKernel:
     """Computes `exp(s - m) / d`."""
 
     def body(tile, x, inside, where, scale):
-        scores, magnitude = _directed(tile, x, inside, where, scale)
+        scores, magnitude = directed(tile, x, inside, where, scale)
         local = tile.lift(scores, magnitude)
         state = tile.merge(local, magnitude)
         d = state.d + (state.m - state.m)  # NaN if the maximum is infinite
@@ -145,7 +145,7 @@ def _log_softmax(problem, x, where, scale) -> RowKernel:
     return_state = problem.params["return_state"]
 
     def body(tile, x, inside, where, scale):
-        scores, magnitude = _directed(tile, x, inside, where, scale)
+        scores, magnitude = directed(tile, x, inside, where, scale)
         state = tile.merge(tile.lift(scores, magnitude), magnitude)
         m = state.m if where is None else jnp.where(state.m != -jnp.inf, state.m, 0)
         d = state.d + (m - m)
@@ -162,7 +162,7 @@ def _logsumexp(problem, x, where, scale) -> RowKernel:
     return_state = problem.params["return_state"]
 
     def body(tile, x, inside, where, scale):
-        scores, magnitude = _directed(tile, x, inside, where, scale)
+        scores, magnitude = directed(tile, x, inside, where, scale)
         state = tile.merge(tile.lift(scores, magnitude), magnitude)
         m = online.shift(state.m)
         return [_times(m, magnitude) + jnp.log(state.d), m, state.d][: 3 if return_state else 1]
@@ -179,7 +179,7 @@ def _softmax_jacobian(problem, y, t, scale) -> RowKernel:
         total = tile.along(tile.sum(each(lambda pair: jnp.multiply(*pair), pairs)))
         return [each(lambda pair: select(pair[0] != 0, pair[0] * (pair[1] - total), 0), pairs)]
 
-    operands = {"y": Whole(y, 0, jnp.float32), "t": Whole(t, 0, jnp.float32), "scale": _factor(scale)}
+    operands = {"y": Whole(y, 0, jnp.float32), "t": Whole(t, 0, jnp.float32), "scale": factor_operand(scale)}
     return _kernel(problem, "softmax_jacobian", body, operands)
 
 
@@ -252,7 +252,7 @@ def _with_scores(operands, x, where, scale) -> dict[str, RowOperand | None]:
     """Returns the operands of a kernel that computes scores: `x`, other ones, a mask and a scale, which may be None."""
     inside = None if scale is None else Inside()
     mask = None if where is None else Mask(where)
-    return {"x": Whole(x, -jnp.inf, jnp.float32), **operands, "inside": inside, "where": mask, "scale": _factor(scale)}
+    return {"x": Whole(x, -jnp.inf, jnp.float32), **operands, "inside": inside, "where": mask, "scale": factor_operand(scale)}
 
 
 def _with_state(x, m, d, t, where, scale) -> dict[str, RowOperand | None]:
@@ -260,26 +260,27 @@ def _with_state(x, m, d, t, where, scale) -> dict[str, RowOperand | None]:
     return _with_scores({"t": Whole(t, 0, jnp.float32), "m": PerRow(m), "d": PerRow(d)}, x, where, scale)
 
 
-def _factor(scale) -> RowOperand | None:
+def factor_operand(scale) -> RowOperand | None:
+    """Returns the operand of a kernel for a factor of rows: one number, or one for each row, or None."""
     if scale is None:
         return None
     return Scalar(scale) if scale.size == 1 else PerRow(scale.astype(jnp.float32))
 
 
-def _directed(tile, x, inside, where, scale):
+def directed(tile, x, inside, where, scale):
     """Returns `x` in the direction in which the scores grow, `-inf` where it is masked, and the magnitude of `scale`."""
     if scale is None:
         return apply_mask(where, x, -jnp.inf), None
     sign = tile.along(jnp.sign(scale))
-    directed = apply_mask(inside, each(lambda x: x * sign, x), -jnp.inf)  # beyond the end x is -inf
-    return apply_mask(where, directed, -jnp.inf), jnp.abs(scale)
+    signed = apply_mask(inside, each(lambda x: x * sign, x), -jnp.inf)  # beyond the end x is -inf
+    return apply_mask(where, signed, -jnp.inf), jnp.abs(scale)
 
 
 def weights_of_state(tile, x, m, d, inside, where, scale, factor=1):
     """Computes the softmax weights times a factor for each row, from the saved state."""
     if where is not None:
         d = jnp.where(d != 0, d, 1)  # a row with nothing to see
-    scores, magnitude = _directed(tile, x, inside, where, scale)
+    scores, magnitude = directed(tile, x, inside, where, scale)
     weights, alike = tile.weights(m, magnitude)
     factor = tile.along(alike * factor / d)
     return each(lambda s: weights(s) * factor, scores)

@@ -4,7 +4,7 @@ The kernels are those of softmax (`ops/softmax/mosaic_sm90`), with labels.
 
 1. Forward, the state of each row is computed as for logsumexp, of capped scores if there is a cap. What belongs to a row, the
    label's logit among it, is left to XLA, which computes it together with what reads the loss.
-2. Backward, each element gets `(a * p + b * onehot(label) + c) * ds/dx`. Blocks need nothing of each other.
+2. Backward, each element gets `(a * p + b * onehot(label) + c + e * p * z) * ds/dx`. Blocks need nothing of each other.
 3. If the cotangents are known with the logits, rows are held as for softmax, and the gradient replaces them.
 
 So the logits are read once forward, and read and written once backward, or read and written once in all; a mask is read as
@@ -26,11 +26,11 @@ from jaxsoftmax._gpu import fused, rows
 from jaxsoftmax._gpu.rows.kernel import Inside, Mask, PerRow, RowKernel, Whole
 from jaxsoftmax._gpu.rows.plan import ColumnPlan, RowPlan
 from jaxsoftmax._gpu.rows.plans_sm90 import plan_rows
-from jaxsoftmax._gpu.rows.tile import each
+from jaxsoftmax._gpu.rows.tile import bounded, each, exponent_of
 from jaxsoftmax.ops.cross_entropy import xla
 from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY, CROSS_ENTROPY_GRADIENT, CROSS_ENTROPY_VJP
 from jaxsoftmax.ops.cross_entropy.problem import CrossEntropyProblem
-from jaxsoftmax.ops.softmax.mosaic_sm90 import apply_mask, refused_rows, select, weights_of_state
+from jaxsoftmax.ops.softmax.mosaic_sm90 import apply_mask, directed, factor_operand, refused_rows, select, weights_of_state
 from jaxsoftmax.ops.softmax.profit import slower_rows
 
 
@@ -64,55 +64,88 @@ def plan(problem: CrossEntropyProblem, target: Target) -> LossPlan | Refusal:
     row_plan = plan_rows(problem.rows, target)
     if isinstance(row_plan, Refusal):
         return row_plan
-    if problem.has_total and row_plan.persistent_blocks:  # blocks tell each other one state of a row, and no sum
-        return Refusal(
-            f"no kernel computes the sum of the scores, which smoothing needs, for rows of {problem.rows.cols} entries"
-        )
+    if row_plan.persistent_blocks and problem.rows.n_exchanges > 1:  # blocks tell each other one state of a row, and no sum
+        sums = "the entropy" if problem.has_entropy else "the sum of the scores, which smoothing needs,"
+        return Refusal(f"no kernel computes {sums} for rows of {problem.rows.cols} entries")
+    if problem.rows.n_exchanges > 2:
+        return Refusal("no kernel computes both the entropy and the sum of the scores")
     reason = slower_rows(problem, wins_if_wide=False)
     return LossPlan(problem, row_plan) if reason is None else Refusal(reason, LossPlan(problem, row_plan))
 
 
-def _cross_entropy(plan: LossPlan, x, labels, where):
-    """Computes `nll`, `lse`, the sum of the scores if it is asked for, and the state `(m, d)` if it is asked for."""
-    params = plan.problem.params
-    soft_cap, return_total = params["soft_cap"], params["return_total"]
+def _cross_entropy(plan: LossPlan, x, labels, where, scale):
+    """Computes `nll`, `lse`, and what is asked for: the sum of the scores, the entropy, and the state `(m, d)`."""
+    problem, params = plan.problem, plan.problem.params
+    soft_cap, return_total = params["soft_cap"], problem.has_total
 
-    def body(tile, x, inside, where):
+    def body(tile, x, inside, where, scale):
         def score_or_0(step, scores):
             for seen in filter(None, (inside, where)):
                 scores = select(seen(step), scores, 0)
             return scores
 
-        scores = _scores(tile, x, inside, where, soft_cap)
-        local, sums = tile.lift_and_sum(scores, score_or_0) if return_total else (tile.lift(scores), None)
-        state = tile.merge(local)
-        return [online.shift(state.m), state.d, *([tile.sum(sums, exchange=1)] if return_total else [])]
+        scores, size = directed(tile, _scores(tile, x, inside, None, soft_cap), inside, where, scale)
+        sums = None
+        if problem.has_entropy:
+            local, sums = tile.lift_with_exponents(scores, size)
+        elif return_total:
+            local, sums = tile.lift_and_sum(scores, score_or_0, size)
+        else:
+            local = tile.lift(scores, size)
+        state = tile.merge(local, size)
+        if problem.has_entropy:
+            sums = tile.sum_exponents(local, sums, state.m, size, exchange=1)
+        elif return_total:
+            sums = tile.sum(sums, exchange=1)
+        return [online.shift(state.m), state.d, *([] if sums is None else [sums])]
 
-    per_row = [jnp.float32] * (2 + return_total)
-    m, d, *total = _launch(plan, "cross_entropy_forward", body, x, where, {}, per_row=per_row)
+    per_row = [jnp.float32] * (2 + return_total + problem.has_entropy)
+    m, d, *sums = _launch(plan, "cross_entropy_forward", body, x, where, scale, {}, per_row=per_row)
+    if return_total and scale is not None:
+        sums[0] *= jnp.abs(scale)
     chosen = xla.chosen_score(x, labels, params["axes"], soft_cap, m.dtype)
-    return xla.results_of(labels, m, d, chosen, *total, dtype=params["dtype"], return_state=params["return_state"])
+    options = {"dtype": params["dtype"], "return_state": params["return_state"], "return_entropy": problem.has_entropy}
+    return xla.results_of(labels, m, d, chosen, *sums, scale=scale, **options)
 
 
-def _cross_entropy_vjp(plan: LossPlan, x, where, **of_rows):
-    """Computes `(a * p + b * onehot(label) + c) * ds/dx`, in the memory of `x` if it `replaces` that."""
+def _cross_entropy_vjp(plan: LossPlan, x, where, scale, **of_rows):
+    """Computes `(a * p + b * onehot(label) + c + e * p * z) * ds/dx`, in the memory of `x` if it `replaces` that."""
     params = plan.problem.params
-    soft_cap = params["soft_cap"]
+    soft_cap, of_scores = params["soft_cap"], params.get("of_scores", False)
 
-    def body(tile, x, m, d, labels, inside, where, **numbers):
+    def body(tile, x, m, d, labels, inside, where, scale, **numbers):
         weights = None
-        if numbers["a"] is not None:
+        if numbers["e"] is not None:
+            weights = _weights_with_exponents(tile, _scores(tile, x, inside, None, soft_cap), m, d, inside, where, scale, numbers)
+        elif numbers["a"] is not None:
             scores = _scores(tile, x, inside, None, soft_cap)
-            weights = weights_of_state(tile, scores, m, d, None, where, None, factor=numbers["a"])
-        return [_gradient(tile, x, weights, numbers, labels, where, soft_cap)]
+            weights = weights_of_state(tile, scores, m, d, inside, where, scale, factor=numbers["a"])
+        factor = None if of_scores else scale
+        return [_gradient(tile, x, weights, numbers, labels, where, None if of_scores else soft_cap, factor)]
 
     replaced = "x" if params.get("replaces", False) and x.dtype == params["dtype"] else None
     if replaced:  # in a loop XLA must not fuse the kernel: see `_cross_entropy_gradient`
         x, *arrays = lax.optimization_barrier((x, *of_rows.values()))
         of_rows = dict(zip(of_rows, arrays, strict=True))
     of_rows = {name: None if array is None else PerRow(array) for name, array in of_rows.items()}
-    (gradient,) = _launch(plan, "cross_entropy_vjp", body, x, where, of_rows, replaced=replaced)
+    (gradient,) = _launch(plan, "cross_entropy_vjp", body, x, where, scale, of_rows, replaced=replaced)
     return lax.optimization_barrier(gradient) if replaced else gradient
+
+
+def _weights_with_exponents(tile, scores, m, d, inside, where, scale, numbers):
+    """Computes `(a + e * z) * p`, with `z = s - max s`, from the saved state."""
+    if where is not None:
+        d = jnp.where(d != 0, d, 1)  # a row with nothing to see
+    scores, size = directed(tile, scores, inside, where, scale)
+    a, e = (None if numbers[name] is None else tile.along(numbers[name] / d) for name in "ae")
+    along_m = tile.along(m)
+
+    def weigh(score):
+        exponent = exponent_of(score, along_m, size)
+        factor = e * bounded(exponent)
+        return (factor if a is None else a + factor) * jnp.exp(exponent)
+
+    return each(weigh, scores)
 
 
 def _cross_entropy_gradient(plan: LossPlan, x, labels, t):
@@ -120,7 +153,8 @@ def _cross_entropy_gradient(plan: LossPlan, x, labels, t):
     params = plan.problem.params
     axes, soft_cap, label_smoothing = params["axes"], params["soft_cap"], params["label_smoothing"]
 
-    def body(tile, x, t, labels, inside, where):
+    def body(tile, x, t, labels, inside, where, scale):
+        del scale
         scores = _scores(tile, x, inside, where, soft_cap)
         local = tile.lift(scores)
         m, d = tile.merge(local)[:2]
@@ -129,7 +163,7 @@ def _cross_entropy_gradient(plan: LossPlan, x, labels, t):
         factor = numbers["a"] * online.weights(local.m, m, axis=()) * alike / (d + (m - m))  # NaN if the maximum is infinite
         along = tile.along(factor)
         weights = each(lambda s: of_score(s) * along, scores)
-        gradient = _gradient(tile, x, weights, numbers, labels, where, soft_cap)
+        gradient = _gradient(tile, x, weights, numbers | {"e": None}, labels, where, soft_cap)
         total = [tile.sum(apply_mask(inside, scores, 0), exchange=1)] if label_smoothing else []
         return [gradient, online.shift(m), d, *total]
 
@@ -139,7 +173,7 @@ def _cross_entropy_gradient(plan: LossPlan, x, labels, t):
     x, t, labels, chosen = lax.optimization_barrier((x, t, labels, chosen))
     classes, per_row = x.shape[axes[0]], [jnp.float32] * (2 + (label_smoothing > 0))
     of_rows = {"t": PerRow(t), "labels": PerRow(labels)}
-    results = _launch(plan, "cross_entropy_gradient", body, x, None, of_rows, per_row=per_row, replaced="x")
+    results = _launch(plan, "cross_entropy_gradient", body, x, None, None, of_rows, per_row=per_row, replaced="x")
     gradient, m, d, *total = lax.optimization_barrier(results)
     return [gradient, *xla.results_of(labels, m, d, chosen, *total, dtype=params["dtype"])]
 
@@ -151,11 +185,12 @@ _RUN = {
 }
 
 
-def _launch(plan: LossPlan, name: str, body, x, where, of_rows, per_row=(), replaced=None) -> list[jax.Array]:
+def _launch(plan: LossPlan, name: str, body, x, where, scale, of_rows, per_row=(), replaced=None) -> list[jax.Array]:
     problem = plan.problem
     operands = {"x": Whole(x, -jnp.inf, jnp.float32), **of_rows}
     operands["inside"] = Inside() if problem.rows.needs_end else None
     operands["where"] = None if where is None else Mask(where)
+    operands["scale"] = factor_operand(scale)
     kernel = RowKernel(f"{name}_mosaic", body, operands, problem.rows, problem.written, per_row, replaced)
     return rows.launch(kernel, plan.row_plan)
 
@@ -167,11 +202,14 @@ def _scores(tile, x, inside, where, soft_cap):
     return apply_mask(where, x, -jnp.inf)
 
 
-def _gradient(tile, x, weights, numbers, labels, where, soft_cap):
-    """Returns `(a * p + b * onehot(label) + c) * ds/dx`, from `weights`, which are `a * p`, and numbers that may be None."""
-    parts, (a, b, c) = [], (numbers[name] for name in "abc")
-    if a is not None:
-        counts = tile.along(a) != 0
+def _gradient(tile, x, weights, numbers, labels, where, soft_cap, scale=None):
+    """Returns `(weights + b * onehot(label) + c) * ds/dx`, with numbers that may be None.
+
+    The weights are `(a + e * z) * p`, and count where `a` or `e` is not 0.
+    """
+    parts, (a, b, c, e) = [], (numbers[name] for name in "abce")
+    if weights is not None:
+        counts = functools.reduce(jnp.logical_or, [tile.along(number) != 0 for number in (a, e) if number is not None])
         parts.append(each(lambda weight: select(counts, weight, 0), weights))
     if c is not None:
         along_c = tile.along(c)
@@ -179,6 +217,9 @@ def _gradient(tile, x, weights, numbers, labels, where, soft_cap):
     total = each(lambda *parts: functools.reduce(jnp.add, parts), *parts)
     if b is not None:
         total = tile.plus_at(total, labels, b)
+    if scale is not None:
+        along_scale = tile.along(scale)
+        total = each(lambda total: total * along_scale, total)
     if soft_cap is None:
         return total
     return tile.each_fused(_sloped, (soft_cap,), total, x)

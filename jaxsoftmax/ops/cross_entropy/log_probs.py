@@ -1,0 +1,276 @@
+"""Log-probabilities of chosen classes, and entropies: the results of cross-entropy that policies need."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from jaxsoftmax._core import arguments
+from jaxsoftmax._core.choose import check_implementation
+from jaxsoftmax._core.dtypes import accumulator
+from jaxsoftmax._core.sharding import Cut
+from jaxsoftmax.ops.cross_entropy.across_devices import local_labels
+from jaxsoftmax.ops.cross_entropy.api import aligned_mask, class_axes, index_of, terms_from_classes
+from jaxsoftmax.ops.cross_entropy.implementations import CROSS_ENTROPY_FAMILY
+from jaxsoftmax.ops.cross_entropy.xla import capped
+from jaxsoftmax.ops.softmax.api import row_scale
+
+
+def entropy(
+    logits: ArrayLike,
+    axis: int | Sequence[int] | None = -1,
+    where: ArrayLike | None = None,
+    *,
+    scale: ArrayLike | None = None,
+    axis_name: str | Sequence[str] | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Computes the entropy of `softmax(scale * logits)` along `axis`, in nats.
+
+    With `s = scale * logits`, `p = softmax(s)` and `d = sum(exp(s - max(s)))`, the entropy is `log(d) + sum(p * (max(s) -
+    s))`. Neither term is negative, so that nothing cancels. A weight of 0 adds nothing to the entropy or to a derivative.
+
+    The arithmetic is float32, or float64 if `logits` are float64. On NVIDIA Hopper GPUs a kernel reads the logits once, and
+    its gradient reads and writes them once. The entropy can be differentiated with respect to `logits` and `scale`, any
+    number of times, in forward and reverse mode.
+
+    Args:
+      logits: floating array of any shape.
+      axis: axis or axes of the softmax; -1 by default. None stands for all axes.
+      where: boolean mask, or None (the default). A mask without `axis` selects rows: the entropy of the others is 0. A mask
+        with another number of axes broadcasts against `logits` and selects the entries that take part.
+      scale: real scalar that multiplies `logits`, such as the inverse of a temperature, or array that broadcasts to the
+        shape of `logits` without `axis`, one number for each row; None (the default) for 1. It may be traced.
+      axis_name: name or names of the mesh axes over which `axis` is sharded, for calls inside a `shard_map`; None (the
+        default) if `axis` is not sharded there. One all-gather exchanges three numbers of each row.
+      implementation: name of the implementation that must run: "mosaic", "triton" or "xla". None (the default) takes the
+        best one for the platform, shape and dtype.
+
+    Returns:
+      Array in the shape of `logits` without `axis`, float32, or float64 if `logits` are float64. A row that holds NaN or
+      `+inf`, or nothing except `-inf`, gives NaN, as in `softmax`. A row in which nothing takes part gives 0.
+
+    Raises:
+      TypeError: `logits` are not floating, `where` is not boolean, `axis` is not made of integers, `scale` is not real, or
+        `axis_name` is not made of strings.
+      ValueError: the shape of `where` or `scale` does not fit `logits`, `axis` is empty, out of range or names an axis
+        twice, `scale` is too large for the arithmetic, there are more entries along `axis` than int32 can count,
+        `axis_name` is not a mesh axis of a `shard_map` around the call, or there is no `implementation` of this name.
+      NotImplementedError: the named `implementation` cannot run this call. The message gives the reason.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxsoftmax
+      >>> logits = jax.random.normal(jax.random.key(0), (4, 100))
+      >>> p = jax.nn.softmax(logits)
+      >>> bool(jnp.allclose(jaxsoftmax.entropy(logits), -jnp.sum(p * jnp.log(p), axis=-1), atol=1e-5))
+      True
+
+      Equal logits have the largest entropy, and a single one has none:
+
+      >>> print(jnp.exp(jaxsoftmax.entropy(jnp.array([[0.0, 0.0, 0.0, 0.0], [5.0, -jnp.inf, -jnp.inf, -jnp.inf]]))))
+      [4. 1.]
+
+    Source: Milakov and Gimelshein 2018, arXiv:1805.02867, for the sum in one pass.
+    """
+    logits, where, axes, names, params = _checked("entropy", logits, axis, where, axis_name, implementation)
+    rows = tuple([size for position, size in enumerate(logits.shape) if position not in axes])
+    labels = jnp.zeros(rows, jnp.int32)
+    (_, _, result), classes, counts = terms_from_classes(
+        "entropy", logits, labels, where, scale, axes, names, params | {"return_entropy": True}
+    )
+    if counts is None and isinstance(classes, int) and classes == 0:
+        return jnp.zeros_like(result)
+    return result if counts is None else jnp.where(counts, result, 0)
+
+
+@overload
+def log_probs(
+    logits: ArrayLike,
+    ids: ArrayLike,
+    axis: int | Sequence[int] | None = -1,
+    where: ArrayLike | None = None,
+    *,
+    scale: ArrayLike | None = None,
+    logits_soft_cap: float | None = None,
+    return_entropy: Literal[False] = False,
+    return_lse: Literal[False] = False,
+    axis_name: str | Sequence[str] | None = None,
+    implementation: str | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def log_probs(
+    logits: ArrayLike,
+    ids: ArrayLike,
+    axis: int | Sequence[int] | None = -1,
+    where: ArrayLike | None = None,
+    *,
+    scale: ArrayLike | None = None,
+    logits_soft_cap: float | None = None,
+    return_entropy: bool = False,
+    return_lse: bool = False,
+    axis_name: str | Sequence[str] | None = None,
+    implementation: str | None = None,
+) -> Any: ...
+
+
+def log_probs(
+    logits: ArrayLike,
+    ids: ArrayLike,
+    axis: int | Sequence[int] | None = -1,
+    where: ArrayLike | None = None,
+    *,
+    scale: ArrayLike | None = None,
+    logits_soft_cap: float | None = None,
+    return_entropy: bool = False,
+    return_lse: bool = False,
+    axis_name: str | Sequence[str] | None = None,
+    implementation: str | None = None,
+) -> Any:
+    """Computes the log-probabilities of chosen classes, and the entropy of each row from the same read.
+
+    The scores `s` are the logits, or `logits_soft_cap * tanh(logits / logits_soft_cap)`, times `scale`. The result is
+    `log_softmax(s)[ids]`, without an array as large as the logits.
+
+    The arithmetic is float32, or float64 if `logits` are float64. On NVIDIA Hopper GPUs a kernel reads the logits once. The
+    gradient of all results together reads and writes them once, if there is one id for each row. The results can be
+    differentiated with respect to `logits` and `scale`, any number of times, in forward and reverse mode.
+
+    Args:
+      logits: floating array `[*rows, classes]`, with the classes along `axis`.
+      ids: integers, the classes that were chosen: `[*rows]`, one for each row, or `[*rows, n]`, several for each row. With
+        several the gradient takes four passes over the logits more.
+      axis: axis of the classes in `logits`; -1 by default. It may name several axes, or be None for all. An id then is an
+        index into `logits[axis]`, flattened in the order of `axis`.
+      where: boolean mask, or None (the default). A mask with as many axes as `[*rows]` selects the rows that take part. A
+        mask with another number of axes broadcasts against `logits` and selects the classes that take part.
+      scale: real scalar that multiplies the scores, such as the inverse of a temperature, or array that broadcasts to
+        `[*rows]`, one number for each row; None (the default) for 1. It may be traced.
+      logits_soft_cap: limit of the absolute value of scores before `scale`, a concrete positive number; None (the default)
+        for no cap.
+      return_entropy: True to return the entropy of each row too, in nats; False by default.
+      return_lse: True to return `logsumexp(s)` of each row too; False by default.
+      axis_name: name or names of the mesh axes over which the classes are sharded, for calls inside a `shard_map`; None
+        (the default) if the classes are not sharded there. `ids` then count the classes of all devices, and are the same on
+        all devices, as the results are.
+      implementation: name of the implementation that must run: "mosaic", "triton" or "xla". None (the default) takes the
+        best one for the platform, shape and dtype.
+
+    Returns:
+      Log-probabilities in the shape of `ids`, float32, or float64 if `logits` are float64. With `return_entropy` or
+      `return_lse` the result is a tuple: the log-probabilities, the entropies `[*rows]`, and the log-sum-exp `[*rows]`, those
+      that are asked for. An id that is not the index of a class gives NaN. An id that `where` hides gives `-inf`. A row in
+      which nothing takes part gives 0 for its log-probabilities and its entropy.
+
+    Raises:
+      TypeError: `logits` are not floating, `ids` are not integers, `where` is not boolean, `axis` is not made of integers,
+        `scale` is not real, `logits_soft_cap` is not a concrete real number, `return_entropy` or `return_lse` is not True or
+        False, or `axis_name` is not made of strings.
+      ValueError: the shape of `ids`, `where` or `scale` does not fit `logits`, `axis` is empty, out of range or names an
+        axis twice, `scale` or `logits_soft_cap` is out of range, there are more classes than int32 can count, `axis_name`
+        is not a mesh axis of a `shard_map` around the call, or there is no `implementation` of this name.
+      NotImplementedError: the named `implementation` cannot run this call. The message gives the reason.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxsoftmax
+      >>> logits = jax.random.normal(jax.random.key(0), (2, 3, 100))
+      >>> tokens = jax.random.randint(jax.random.key(1), (2, 3), 0, 100)
+      >>> log_p, entropy = jaxsoftmax.log_probs(logits, tokens, scale=1 / 0.8, return_entropy=True)
+      >>> expected = jnp.take_along_axis(jax.nn.log_softmax(logits / 0.8), tokens[..., None], axis=-1)[..., 0]
+      >>> bool(jnp.allclose(log_p, expected, atol=1e-5))
+      True
+
+      The loss of PPO from logits, with a bonus for the entropy:
+
+      >>> def loss(logits, old_log_p, advantages):
+      ...     log_p, entropy = jaxsoftmax.log_probs(logits, tokens, return_entropy=True)
+      ...     ratio = jnp.exp(log_p - old_log_p)
+      ...     clipped = jnp.clip(ratio, 0.8, 1.2)
+      ...     return -jnp.mean(jnp.minimum(ratio * advantages, clipped * advantages) + 0.01 * entropy)
+      >>> print(jax.grad(loss)(logits, log_p, jnp.ones((2, 3))).shape)
+      (2, 3, 100)
+
+    Source: Milakov and Gimelshein 2018, arXiv:1805.02867, for the log-sum-exp.
+    """
+    name = "log_probs"
+    return_entropy, return_lse = arguments.flags(name, return_entropy=return_entropy, return_lse=return_lse)
+    logits, where, axes, names, params = _checked(name, logits, axis, where, axis_name, implementation)
+    if logits_soft_cap is not None:
+        params["soft_cap"] = arguments.soft_cap(name, logits_soft_cap, params["dtype"])
+    ids = arguments.array(name, "ids", ids)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"{name}: ids must be integers, got {ids.dtype}")
+    rows = tuple([size for position, size in enumerate(logits.shape) if position not in axes])
+    if ids.shape[: len(rows)] != rows or ids.ndim > len(rows) + 1:
+        raise ValueError(f"{name}: ids must have the shape {rows} of rows, or that and one axis more, got {ids.shape}")
+    first, beside = ids, None
+    if ids.ndim > len(rows):
+        scores = capped(_at(logits, ids, axes, names, jnp.nan).astype(params["dtype"]), params["soft_cap"])
+        if scale is not None:
+            scores = scores * row_scale(name, scale, (*rows, 1), (len(rows),), params["dtype"])
+        # The log-probabilities are that of the likeliest id plus differences of scores, which are exact as logarithms are not.
+        best = jnp.argmax(jnp.where(jnp.isnan(scores), -jnp.inf, scores), -1, keepdims=True)
+        top = jnp.take_along_axis(scores, best, -1)
+        first = jnp.squeeze(jnp.take_along_axis(ids, best, -1), -1)
+        beside = jnp.where(scores == top, 0, scores - top)
+    options = params | {"return_entropy": return_entropy}
+    (nll, lse, *entropies), _, counts = terms_from_classes(
+        name, logits, first, where, scale, axes, names, options, counts_all=return_lse
+    )
+    log_p = -nll if beside is None else beside - jnp.expand_dims(nll, -1)
+
+    def counted(values):
+        if counts is None:
+            return values
+        return jnp.where(lax.expand_dims(counts, range(counts.ndim, values.ndim)), values, 0)
+
+    if where is not None and where.ndim != len(rows):
+        log_p = jnp.where(_at(aligned_mask(name, where, logits.shape, axes), ids, axes, names, True), log_p, -jnp.inf)
+    results = [counted(log_p), *map(counted, entropies), *([lse] if return_lse else [])]
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _checked(function, logits, axis, where, axis_name, implementation):
+    """Checks arguments that both functions have. Returns logits, mask, axes of the classes, mesh axes, and parameters."""
+    check_implementation(CROSS_ENTROPY_FAMILY, function, implementation)
+    logits = arguments.array(function, "logits", logits, "floating")
+    where = None if where is None else arguments.array(function, "where", where, "boolean")
+    axes, names = class_axes(function, axis, logits.ndim), arguments.axis_names(function, axis_name)
+    params = {"dtype": accumulator(logits.dtype), "soft_cap": None, "return_total": False, "implementation": implementation}
+    return logits, where, axes, names, params
+
+
+def _at(values, ids, axes, names, otherwise):
+    """Returns the values of classes that are chosen by `ids`, `[*rows]` or `[*rows, n]`; `otherwise` for what is no class.
+
+    Args:
+      values: array `[*rows, classes]`, of which axes may have size 1.
+      ids: integers.
+      axes: axes of the classes.
+      names: mesh axes over which devices share the classes.
+      otherwise: value for an id that is no class.
+    """
+    several = ids.ndim > values.ndim - len(axes)
+    values = jnp.moveaxis(values, axes, range(-len(axes), 0))
+    values = values.reshape(*values.shape[: values.ndim - len(axes)], -1)
+    if values.shape[-1] == 1:  # of a mask
+        values = jnp.squeeze(values, -1)
+        return jnp.broadcast_to(jnp.expand_dims(values, -1) if several else values, ids.shape)
+    local = values.shape[-1]
+    cut = Cut.of_part(names, local)
+    index = index_of(ids, cut.size if names else local)
+    own = local_labels(index, local, {0: cut}) if names else index
+    values = jnp.broadcast_to(values, (*ids.shape[: values.ndim - 1], local))
+    one_by_one = own if several else jnp.expand_dims(own, -1)
+    taken = jnp.take_along_axis(values, jnp.maximum(one_by_one, 0), -1, mode="promise_in_bounds").reshape(ids.shape)
+    if names:
+        taken = lax.psum(jnp.where(own >= 0, taken, jnp.zeros((), taken.dtype)), names)
+    return jnp.where(index >= 0, taken, jnp.asarray(otherwise, taken.dtype))
