@@ -9,6 +9,7 @@ python -m benchmarks attention_cool        likewise, single calls of attention o
 python -m benchmarks score_functions       likewise, attention with score and mask functions beside arguments that mean the same
 python -m benchmarks decoding              likewise, attention of a few queries to the keys of a cache
 python -m benchmarks cross_entropy         likewise, losses from integer labels, and their gradient
+python -m benchmarks log_probs             likewise, log-probabilities of ids and entropies, and PPO's loss from logits
 python -m benchmarks linear_cross_entropy  likewise, the loss of a linear layer and its gradients, and their memory
 python -m benchmarks top_k                 likewise, the largest entries of rows, their weights, and samples
 python -m benchmarks reference             likewise, the reference, which runs where no kernel does, and its counterparts; on a
@@ -52,6 +53,7 @@ from benchmarks import (
     host,
     linear_cross_entropy,
     links,
+    log_probs,
     nvml,
     reference,
     results,
@@ -75,6 +77,7 @@ SUITES: dict[str, Callable[[], list[Cell]]] = {
     "score_functions": score_functions.cells,
     "decoding": decoding.cells,
     "cross_entropy": cross_entropy.cells,
+    "log_probs": log_probs.cells,
     "linear_cross_entropy": linear_cross_entropy.cells,
     "top_k": top_k.cells,
     "reference": reference.cells,

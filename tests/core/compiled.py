@@ -390,13 +390,13 @@ def _of_layout(plan) -> tuple[Any, ...]:
 
 
 def cross_entropy_cases() -> Iterator[Case]:
-    """Kernels of losses, with labels, a mask or a cap; and that of a linear layer."""
+    """Kernels of losses, with labels, a mask or a cap, or with the entropy and a scale; and that of a linear layer."""
     for (primitive, options), dtype in itertools.product(OF_LOSSES.items(), ("float32", "bfloat16")):
-        for masked, cols in itertools.product((False, True, "end"), widths()):
+        for masked, cols in itertools.product((False, True, "end", "entropy"), widths()):
             given = {"x": shaped(_ROWS, cols, dtype=dtype), "labels": shaped(_ROWS, 1, dtype="int32")}
             if primitive != "cross_entropy_gradient":
                 given["where"] = shaped(_ROWS, cols, dtype=bool) if masked is True else None
-            elif masked is True:
+            elif masked in (True, "entropy"):
                 continue
             of = options | {"axes": (1,), "dtype": jnp.dtype("float32"), "soft_cap": 30.0 if masked == "end" else None}
             if primitive == "cross_entropy_vjp":
@@ -405,6 +405,10 @@ def cross_entropy_cases() -> Iterator[Case]:
             if masked == "end":
                 of |= {"return_total": True} if primitive == "cross_entropy" else {}
                 of |= {"label_smoothing": 0.1} if primitive == "cross_entropy_gradient" else {}
+            elif masked == "entropy":
+                given["scale"] = shaped(_ROWS, 1)
+                given |= {"e": shaped(_ROWS, 1)} if primitive == "cross_entropy_vjp" else {}
+                of |= {"return_entropy": True} if primitive == "cross_entropy" else {}
             elif primitive == "cross_entropy_gradient":
                 given["t"] = shaped(_ROWS, 1)
             given |= {"t": shaped(_ROWS, 1)} if primitive == "cross_entropy_gradient" else {}

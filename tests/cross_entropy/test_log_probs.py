@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 
@@ -13,6 +15,7 @@ from ..support import cases, oracle
 from ..support.cross_entropy.cases import labelled
 from ..support.cross_entropy.oracle import log_probs as truth
 from ..support.emulator import emulating
+from ..support.meshes import make_mesh
 
 FORWARD, BACKWARD = (f"cross_entropy_{name}_mosaic" for name in ("forward", "vjp"))
 KINDS = ("normal", "wide", "outliers", "offset of 1e4", "equal", "some -inf")
@@ -48,9 +51,10 @@ def check(x, ids, cotangents, axis, where, scale, cap, run):
     assert oracle.error(gradient, expected.gradient(*cotangents)) <= 1
 
 
-def given(shape, dtype, kind, axis=-1, where=None):
-    """Returns logits, ids that the mask shows, and cotangents of the three results."""
-    x, ids = cases.inputs(shape, dtype)[kind], labelled(shape, axis)
+def given(shape, dtype, kinds, axis=-1, where=None):
+    """Returns logits of some kinds along the first axis, ids that the mask shows, and cotangents of the three results."""
+    parts = cases.inputs((shape[0] // len(kinds), *shape[1:]), dtype)
+    x, ids = np.concatenate([parts[kind] for kind in kinds]), labelled(shape, axis)
     seen = np.isfinite(x.astype(np.float64)) & (True if where is None else where)
     ids = np.where(np.squeeze(np.take_along_axis(seen, np.expand_dims(ids, axis), axis), axis), ids, np.argmax(seen, axis))
     rng = np.random.default_rng(2)
@@ -58,11 +62,11 @@ def given(shape, dtype, kind, axis=-1, where=None):
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", OPTIONS)
-def test_results_and_gradients_of_the_reference(options, kind, dtype):
-    where, scale, cap = options_of(options, (6, 300))
-    x, ids, cotangents = given((6, 300), dtype, kind, where=where)
+def test_results_and_gradients_of_the_reference(options, dtype):
+    shape = (6 * len(KINDS), 300)
+    where, scale, cap = options_of(options, shape)
+    x, ids, cotangents = given(shape, dtype, KINDS, where=where)
     check(x, ids, cotangents, -1, where, scale, cap, results_and_gradient)
 
 
@@ -78,13 +82,13 @@ def in_turn():
 
 @pytest.mark.parametrize(("options", "dtype", "cols"), in_turn())
 def test_results_and_gradients_of_kernels(options, dtype, cols):
-    shape = (2, cols)
+    kinds = KINDS if cols < 5000 else KINDS[1:3]
+    shape = (len(kinds), cols)
     where, scale, cap = options_of(options, shape)
     run = functools.partial(results_and_gradient, implementation="mosaic")
-    for kind in KINDS if cols < 5000 else KINDS[1:3]:
-        with emulating() as ran:
-            check(*given(shape, dtype, kind, where=where), -1, where, scale, cap, run)
-        assert set(ran) == {FORWARD, BACKWARD}
+    with emulating() as ran:
+        check(*given(shape, dtype, kinds, where=where), -1, where, scale, cap, run)
+    assert set(ran) == {FORWARD, BACKWARD}
 
 
 @pytest.mark.parametrize(("options", "dtype", "cols"), [("scales", "float32", 7), ("where", "bfloat16", 300)])
@@ -93,5 +97,205 @@ def test_kernels_along_another_axis(options, dtype, cols):
     where, scale, cap = options_of(options, shape, 1)
     run = functools.partial(results_and_gradient, implementation="mosaic")
     with emulating() as ran:
-        check(*given(shape, dtype, "wide", 1, where), 1, where, scale, cap, run)
+        check(*given(shape, dtype, ("wide",), 1, where), 1, where, scale, cap, run)
     assert set(ran) == {FORWARD, BACKWARD}
+
+
+# Special rows and arguments.
+
+
+def test_rows_without_entropy():
+    """Of one class, of one score that is not -inf, of nothing that takes part, and of no class at all."""
+    x = np.array([[3.0, -np.inf, -np.inf], [0.0, 1.0, 2.0]], np.float32)
+    where = np.array([[True, True, True], [False, False, False]])
+    f = functools.partial(jaxsoftmax.entropy, where=where)
+    np.testing.assert_array_equal(f(x), [0, 0])
+    np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(f(x)))(x), np.zeros((2, 3)))
+    np.testing.assert_array_equal(jaxsoftmax.entropy(np.ones((4, 1))), np.zeros(4))
+    np.testing.assert_array_equal(jaxsoftmax.entropy(np.ones((2, 0))), np.zeros(2))
+    assert np.isnan(jaxsoftmax.entropy(np.full((1, 3), -np.inf)))
+
+
+def test_entropies_over_several_axes():
+    x = cases.inputs((3, 4, 5), "float32")["normal"]
+    expected = jaxsoftmax.entropy(np.moveaxis(x, 1, 0).reshape(4, 15))
+    np.testing.assert_allclose(jaxsoftmax.entropy(x, (0, 2)), expected, rtol=1e-6)
+    np.testing.assert_allclose(jaxsoftmax.entropy(x, None), jaxsoftmax.entropy(x.reshape(-1)), rtol=1e-6)
+
+
+def plain(x, ids, scale=None, axis=-1):
+    """Log-probabilities, entropies and log-sum-exps as their formulas say them."""
+    x = jnp.moveaxis(x, axis, -1)
+    s = x if scale is None else x * jnp.expand_dims(scale, -1)
+    log_p = jax.nn.log_softmax(s)
+    chosen = jnp.take_along_axis(log_p, ids if ids.ndim == x.ndim else ids[..., None], -1).reshape(ids.shape)
+    return chosen, -jnp.sum(jnp.exp(log_p) * log_p, -1), jax.nn.logsumexp(s, -1)
+
+
+def ours(x, ids, scale=None, **options):
+    return jaxsoftmax.log_probs(x, ids, scale=scale, return_entropy=True, return_lse=True, **options)
+
+
+def total(f):
+    """A function that is not linear in the results of `f`."""
+    return lambda *arrays: sum(jnp.sum(jnp.sin((k + 1) * part)) for k, part in enumerate(f(*arrays)))
+
+
+DERIVED = {
+    "values": lambda f: f,
+    "gradients": lambda f: jax.grad(total(f), (0, 1)),
+    "tangents": lambda f: lambda x, scale: jax.jvp(f, (x, scale), (jnp.cos(x), jnp.sin(scale)))[1],
+    "second derivatives": lambda f: lambda *given: jax.jvp(jax.grad(total(f), (0, 1)), given, tuple(map(jnp.cos, given)))[1],
+    "logits mapped alone": lambda f: lambda x, scale: jax.vmap(lambda x: f(x, scale))(jnp.stack([x, -x])),
+    "scales mapped alone": lambda f: lambda x, scale: jax.vmap(lambda scale: f(x, scale))(jnp.stack([scale, -scale])),
+    "checkpointed": lambda f: jax.grad(total(jax.checkpoint(f)), (0, 1)),
+}
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("n", [0, 3])
+@pytest.mark.parametrize("name", DERIVED)
+def test_transformations(name, n):
+    rng = np.random.default_rng(0)
+    x, scale = rng.standard_normal((4, 9)), rng.standard_normal(4)
+    ids = rng.integers(0, 9, (4, n) if n else 4)
+    found, expected = (jax.jit(DERIVED[name](lambda x, scale, f=f: f(x, ids, scale)))(x, scale) for f in (ours, plain))
+    oracle.assert_same_in_float64(found, expected)
+
+
+def test_ids_that_are_no_class_or_hidden():
+    x = np.zeros((2, 3), np.float32)
+    ids = np.array([[0, 3], [-1, 1]])
+    np.testing.assert_allclose(np.exp(jaxsoftmax.log_probs(x, ids)), [[1 / 3, np.nan], [np.nan, 1 / 3]], rtol=1e-6)
+    where = np.array([[True, True, False], [False, True, True]])
+    np.testing.assert_allclose(np.exp(jaxsoftmax.log_probs(x, np.array([2, 1]), where=where)), [0, 0.5], rtol=1e-6)
+    np.testing.assert_allclose(np.exp(jaxsoftmax.log_probs(x, np.array([[0, 2], [0, 1]]), where=where)), [[0.5, 0], [0, 0.5]])
+    rows = np.array([True, False])
+    log_p, entropy = jaxsoftmax.log_probs(x, np.array([0, 0]), where=rows, return_entropy=True)
+    np.testing.assert_allclose([log_p[0], entropy[0]], [-np.log(3), np.log(3)], rtol=1e-6)
+    np.testing.assert_array_equal([log_p[1], entropy[1]], [0, 0])
+
+
+def test_labels_of_a_scaled_loss():
+    x, labels = cases.inputs((5, 20), "float32")["normal"], labelled((5, 20))
+    scale = np.linspace(-1, 2, 5, dtype=np.float32)
+    losses = jaxsoftmax.cross_entropy(x, labels, scale=scale)
+    np.testing.assert_allclose(losses, -jaxsoftmax.log_probs(x, labels, scale=scale), rtol=1e-6)
+    of_weights = jaxsoftmax.cross_entropy(x, np.eye(20, dtype=np.float32)[labels], scale=scale)
+    np.testing.assert_allclose(of_weights, losses, rtol=1e-5)
+    smoothed = jaxsoftmax.cross_entropy(x, labels, scale=scale, label_smoothing=0.1)
+    np.testing.assert_allclose(smoothed, jaxsoftmax.cross_entropy(x * scale[:, None], labels, label_smoothing=0.1), rtol=1e-5)
+
+
+X, IDS = np.zeros((2, 3), np.float32), np.zeros(2, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"ids": np.zeros(2)}, TypeError, "log_probs: ids must be integers, got float"),
+        ({"ids": np.zeros(3, int)}, ValueError, r"log_probs: ids must have the shape \(2,\) of rows, .* got \(3,\)"),
+        ({"ids": np.zeros((2, 1, 1), int)}, ValueError, r"ids must have the shape \(2,\) of rows"),
+        ({"scale": np.ones(3)}, ValueError, r"log_probs: scale must be a scalar, or broadcast to rows of shape \(2,\)"),
+        ({"scale": True}, TypeError, "log_probs: scale must be a real number, or one for each row, got bool"),
+        ({"logits_soft_cap": 0}, ValueError, "log_probs: logits_soft_cap must be"),
+        ({"return_entropy": 1}, TypeError, "log_probs: return_entropy must be True or False"),
+        ({"logits": np.zeros((2, 3), int)}, TypeError, "log_probs: logits must be floating"),
+        ({"where": np.ones((2, 3))}, TypeError, "log_probs: where must be boolean"),
+        ({"axis": ()}, ValueError, r"log_probs: axis must name an axis of logits, got \(\)"),
+        ({"implementation": "cuda"}, ValueError, "log_probs: implementation must be None or one of"),
+    ],
+)
+def test_bad_arguments(arguments, error, words):
+    with pytest.raises(error, match=words):
+        jaxsoftmax.log_probs(**{"logits": X, "ids": IDS} | arguments)
+
+
+# Classes that devices share.
+
+
+@pytest.mark.usefixtures("hollow_kernels", "x64")
+@pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
+@pytest.mark.parametrize("n", [0, 2])
+def test_classes_in_a_shard_map(check_vma, n):
+    rng = np.random.default_rng(0)
+    x, scale = rng.standard_normal((8, 64)), rng.standard_normal(8)
+    x[0, 8:32], x[1, :48], scale[:2] = -np.inf, -1000, 0.5
+    ids = rng.integers(0, 64, (8, n) if n else 8)
+    ids[0] = 3
+    with jax.set_mesh(make_mesh(AxisType.Auto)):
+        specs = P("data", "model"), P("data"), P("data")
+        f = jax.shard_map(
+            functools.partial(ours, axis_name="model"), in_specs=specs, out_specs=(P("data"),) * 3, check_vma=check_vma
+        )
+        both = jax.jit(lambda *given: (f(*given), jax.grad(lambda x, scale: total(f)(x, given[1], scale), (0, 1))(x, given[2])))
+        found, gradients = both(x, ids, scale)
+    expected = jax.jit(ours)(x, ids, scale)
+    oracle.assert_same_in_float64(found, expected)
+    wanted = jax.jit(jax.grad(lambda x, scale: total(ours)(x, ids, scale), (0, 1)))(x, scale)
+    oracle.assert_same_in_float64(gradients, wanted)
+
+
+@pytest.mark.usefixtures("hollow_kernels", "x64")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_classes_that_are_sharded(kind):
+    rng = np.random.default_rng(0)
+    x, scale, ids = rng.standard_normal((8, 64)), rng.standard_normal(8), rng.integers(0, 64, 8)
+    with jax.set_mesh(make_mesh(kind)) as _:
+        mesh = make_mesh(kind)
+        placed = jax.device_put(x, NamedSharding(mesh, P("data", "model")))
+        along = NamedSharding(mesh, P("data"))
+        run = jax.jit(lambda x, ids, scale: (ours(x, ids, scale), jax.grad(lambda x: total(ours)(x, ids, scale))(x)))
+        found = run(placed, jax.device_put(ids, along), jax.device_put(scale, along))
+    expected = jax.jit(lambda x: (ours(x, ids, scale), jax.grad(lambda x: total(ours)(x, ids, scale))(x)))(x)
+    oracle.assert_same_in_float64(jax.device_get(found), expected)
+
+
+# What runs.
+
+
+def test_kernels_run_unless_they_cannot():
+    logits, ids = jax.ShapeDtypeStruct((64, 50257), jnp.bfloat16), jax.ShapeDtypeStruct((64,), jnp.int32)
+
+    def loss(logits, ids, **options):
+        return sum(map(jnp.sum, jaxsoftmax.log_probs(logits, ids, return_entropy=True, **options)))
+
+    decisions = jaxsoftmax.explain(jax.value_and_grad(functools.partial(loss, scale=0.5)), logits, ids, gpu="h100")
+    assert [decision.primitive for decision in decisions] == ["cross_entropy", "cross_entropy_vjp"]
+    cases.assert_all_run_on("mosaic", decisions)
+    (decision,) = jaxsoftmax.explain(loss, logits, ids, gpu="a100")
+    assert decision.implementation == "xla"
+    long = jax.ShapeDtypeStruct((1, 2**20), jnp.float32)
+    masked = functools.partial(jaxsoftmax.explain, lambda x, where: jaxsoftmax.entropy(x, where=where), gpu="h100")
+    (decision,) = masked(long, long.update(dtype=bool))
+    assert ("mosaic", "no kernel computes the entropy for rows of 1048576 entries") in decision.refusals
+
+
+# On a GPU.
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("cols", [1, 2, 130, 2000, 4096, 9001, 32768, 50257, 151936])
+def test_native_results_and_gradients(cols, dtype):
+    for options in OPTIONS:
+        kinds = KINDS[:5] if options == "where" else KINDS  # of few classes the mask might show -inf alone
+        shape = (7 * len(kinds), cols)
+        where, scale, cap = options_of(options, shape)
+        run = jax.jit(functools.partial(results_and_gradient, implementation="mosaic"), static_argnums=(3, 6))
+        if where is not None:
+            where[:, 0] = True
+        check(*given(shape, dtype, kinds, where=where), -1, where, scale, cap, run)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("shape", [(3, 7, 130), (2, 300, 24), (1, 5000, 256)], ids=str)
+def test_native_rows_along_another_axis(shape):
+    for options, dtype in zip(OPTIONS, ("float32", "bfloat16", "float16", "float32", "bfloat16"), strict=True):
+        where, scale, cap = options_of(options, shape, 1)
+        if where is not None:
+            where[:, 0] = True
+        run = functools.partial(results_and_gradient, implementation="mosaic")
+        check(*given(shape, dtype, ("wide",), 1, where), 1, where, scale, cap, run)

@@ -32,6 +32,7 @@ from benchmarks import (
     host,
     linear_cross_entropy,
     links,
+    log_probs,
     nvml,
     plot,
     reference,
@@ -1419,6 +1420,37 @@ def test_cells_of_cross_entropy_run(name):
     run, rows, _ = measured(tiny_losses(name))
     assert not run.problems
     assert {row.implementation for row in rows} >= {"optax", *(["sum"] if "+" not in name else [])}
+    (ours,) = [row for row in rows if bars.is_ours(row)]
+    assert 0 < ours.error <= 1
+
+
+def test_cells_of_log_probs():
+    cells = log_probs.cells()
+    assert [cell.name for cell in cells[:2]] == ["copy forward float32 32768x4096", "copy forward bfloat16 32768x4096"]
+    assert len(cells) == 2 + 3 * 2 * (2 * 4 + 1)
+    for cell in cells[2:]:
+        passes = 3 if cell.pass_ == BOTH else 1
+        assert cell.bytes == passes * cell.shape[0] * cell.shape[1] * (4 if cell.dtype == "float32" else 2)
+        names = list(dict.fromkeys(contender.name for contender in cell.contenders))
+        assert names == [OURS, "jax.numpy", *(["sum"] if cell.name.startswith("entropy forward ") else [])]
+
+
+TINY_LOG_PROBS = {cell.name: cell for cell in log_probs.cells(((6, 301),)) if cell.op != "copy"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    cases.quick(
+        f"entropy {BOTH} bfloat16 6x301",
+        f"log_probs {BOTH} float32 6x301 entropy=1 scales=1",
+        f"ppo {BOTH} float32 6x301",
+        slow=[f"log_probs forward bfloat16 6x301 entropy=1{scale}" for scale in ("", " scale=0.7", " scales=1")],
+    ),
+)
+def test_cells_of_log_probs_run(name):
+    run, rows, _ = measured(TINY_LOG_PROBS[name])
+    assert not run.problems
+    assert {row.implementation for row in rows} >= {"xla", "jax.numpy"}
     (ours,) = [row for row in rows if bars.is_ours(row)]
     assert 0 < ours.error <= 1
 

@@ -123,8 +123,8 @@ class Tile:
             return State(m, self.of_places(d)), self.of_places(sums)
 
         def push(steps, m, d, sums):
-            elements = list(map(scores, steps))
-            top = functools.reduce(jnp.maximum, elements, m)
+            elements, top = self._elements(scores, steps)
+            top = jnp.maximum(m, top)
             shifted = online.shift(top)
             return [top, *add(elements, shifted, *self._lowered(m, d, sums, shifted, scale))]
 
@@ -168,11 +168,7 @@ class Tile:
 
         def push(steps, m, d, *sums):
             size, state = None if scale is None else self.along(scale), State(m, d)
-            if isinstance(scores, Elements) and scores.in_words:
-                words = list(map(scores.load, steps))
-                top, elements = scores.maximum(words).astype(jnp.float32), list(map(scores.converted, words))
-            else:
-                top, elements = None, list(map(scores, steps))
+            elements, top = self._elements(scores, steps)
             state = online.push(state, elements, axis=(), scale=size, top=top)
             more = [functools.reduce(jnp.add, map(of, steps, elements), sum_) for of, sum_ in zip(addends, sums, strict=True)]
             return [*state[:2], *more]
@@ -181,6 +177,14 @@ class Tile:
         top, d, *sums = self._fold(push, start)
         m, d = self.of_warp(top, d, scale)[:2]
         return State(m, d), list(map(self.of_places, sums))
+
+    def _elements(self, scores: Steps, steps) -> tuple[list[jax.Array], jax.Array]:
+        """Returns the scores of some steps, and their maximum at each place of a step."""
+        if isinstance(scores, Elements) and scores.in_words:
+            words = list(map(scores.load, steps))
+            return list(map(scores.converted, words)), scores.maximum(words).astype(jnp.float32)
+        elements = list(map(scores, steps))
+        return elements, functools.reduce(jnp.maximum, elements)
 
     def of_warp(self, m: jax.Array, d: jax.Array, scale=None) -> State:
         """Computes the states of a warp from accumulators that were pushed to, `m` and `d` at each place of a step."""

@@ -118,7 +118,9 @@ class Policy:
             unit = (16 + 3 * r.distance) * EPS
             size = r.y * (np.abs(g - t) + np.abs(h) * (np.abs(z) + np.abs(mean) + 1))
             budget = (unit * size + 16 * EPS * np.abs(parts[0])) * (np.abs(self.slope) + np.abs(self.scale))
-            budget += TINY * np.maximum(1, np.abs(t) + 128 * np.abs(h) + np.abs(g)) * np.maximum(1, self.scale)  # flushed weights
+            budget += (
+                TINY * np.maximum(1, np.abs(t) + 128 * np.abs(h) + np.abs(g)) * np.maximum(1, self.scale)
+            )  # flushed weights
         return Truth(value, budget)
 
     @property
@@ -147,7 +149,9 @@ def log_probs(x, ids, axis=-1, where=None, *, scale=None, logits_soft_cap=None) 
         bend = 0.0 if cap is None else 64 * EPS * cap * np.abs(factor)
         of_log_p = 8 * EPS * (np.abs(np.where(np.isfinite(z), z, 0)) + np.abs(log_d) + 1) + bend
         # A weight errs by a few roundings, and by as much as its exponent times one.
-        of_entropy = EPS * (8 + 8 * np.abs(entropy) + 4 * r.sum(r.y * distances * (distances + 1))) + bend * (1 + np.abs(entropy))
+        of_entropy = EPS * (8 + 8 * np.abs(entropy) + 4 * r.sum(r.y * distances * (distances + 1))) + bend * (
+            1 + np.abs(entropy)
+        )
         of_lse = 8 * EPS * (np.abs(r.m) + np.abs(log_d) + 1) + bend
         entropy = np.where(np.any(r.where, axis, keepdims=True), entropy, 0.0)
     budgets = (np.where(np.isfinite(b), b, 0.0) + TINY for b in (of_log_p, of_entropy, of_lse))

@@ -36,9 +36,7 @@ def cross_entropy_jvp(runner, x, labels, where, *, axes, cuts, **others):
     return list(lax.psum(jnp.stack(xla.cross_entropy_jvp(axes=axes, **operands, **others)), mesh_axes(cuts)))
 
 
-def cross_entropy_vjp(
-    runner, x, labels, where, *, axes, cuts, dtype, soft_cap, of_scores=False, replaces=False, **others
-):
+def cross_entropy_vjp(runner, x, labels, where, *, axes, cuts, dtype, soft_cap, of_scores=False, replaces=False, **others):
     """Computes the gradient of this device's logits: the state holds the sums over whole rows."""
     operands = {"x": x, "labels": local_labels(labels, x.shape[axes[0]], cuts), "where": local_mask(x, where, cuts), **others}
     params = {"axes": axes, "dtype": dtype, "soft_cap": soft_cap, "of_scores": of_scores, "replaces": replaces}

@@ -74,9 +74,9 @@ def cross_entropy(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes the cross-entropy loss of each row of `logits`.
 
-    The scores `s` are the logits, or `logits_soft_cap * tanh(logits / logits_soft_cap)`, times `scale`. The loss of a row is `nll =
-    logsumexp(s) - s[label]`, or `sum(label * (logsumexp(s) - s))` for labels that are probabilities. Two options change
-    it, with `lse = logsumexp(s)`:
+    The scores `s` are the logits, or `logits_soft_cap * tanh(logits / logits_soft_cap)`, times `scale`. The loss of a row is
+    `nll = logsumexp(s) - s[label]`, or `sum(label * (logsumexp(s) - s))` for labels that are probabilities. Two options
+    change it, with `lse = logsumexp(s)`:
 
         (1 - label_smoothing) * nll + label_smoothing * (lse - mean(s)) + z_loss * lse**2
 
@@ -124,9 +124,9 @@ def cross_entropy(
         is not made of integers, `label_smoothing`, `z_loss` or `logits_soft_cap` is not a concrete real number, `scale` is
         not real, `ignore_index` is not a concrete integer, `return_lse` is not True or False, or `axis_name` is not made
         of strings.
-      ValueError: the shape of `labels`, `where` or `scale` does not fit `logits`, `axis` is empty, out of range or names an axis
-        twice, `label_smoothing`, `z_loss` or `logits_soft_cap` is out of range, `ignore_index` comes with labels that are
-        probabilities or one-hot, there are more classes than int32 can count, `axis_name` is not a mesh axis of a
+      ValueError: the shape of `labels`, `where` or `scale` does not fit `logits`, `axis` is empty, out of range or names
+        an axis twice, `label_smoothing`, `z_loss` or `logits_soft_cap` is out of range, `ignore_index` comes with labels
+        that are probabilities or one-hot, there are more classes than int32 can count, `axis_name` is not a mesh axis of a
         `shard_map` around the call, or there is no `implementation` of this name.
       NotImplementedError: the named `implementation` cannot run this call. The message gives the reason.
 
@@ -202,9 +202,7 @@ def _are_classes(labels: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...
     return False
 
 
-def terms_from_classes(
-    function, logits, labels, where, scale, axes, axis_name, params, *, ignore_index=None, counts_all=False
-):
+def terms_from_classes(function, logits, labels, where, scale, axes, axis_name, params, *, ignore_index=None, counts_all=False):
     """Computes the terms of rows for labels that are classes, by the primitive.
 
     Args:

@@ -105,7 +105,9 @@ def _jvp(operands, tangents, *, return_state, return_entropy=False, **params):
     *results, m, d = bind(CROSS_ENTROPY, operands, return_state=True, return_entropy=return_entropy, **params)
     saved, options = operands | {"m": m, "d": d}, {"of_scores": "scale" in tangents, "return_entropy": return_entropy}
     if options["of_scores"]:
-        saved["t"] = xla.scores_tangent(operands["x"], operands["scale"], *map(tangents.get, ("x", "scale")), params["soft_cap"])
+        saved["t"] = xla.scores_tangent(
+            operands["x"], operands["scale"], *map(tangents.get, ("x", "scale")), params["soft_cap"]
+        )
     else:
         saved["t"] = tangents["x"]
     mean, chosen, *sums = bind(CROSS_ENTROPY_JVP, saved, **options, **params)

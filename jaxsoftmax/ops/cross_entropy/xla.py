@@ -69,9 +69,7 @@ def cross_entropy_jvp(
     return [total.astype(dtype) for total in sums]
 
 
-def cross_entropy_vjp(
-    x, m, d, a, b, c, e, labels, where, scale, *, axes, dtype, soft_cap, of_scores=False, replaces=False
-):
+def cross_entropy_vjp(x, m, d, a, b, c, e, labels, where, scale, *, axes, dtype, soft_cap, of_scores=False, replaces=False):
     """Computes `(a * p + b * onehot(label) + c + e * p * z) * ds/dx`, with `z = s - max s`; with `of_scores` without `ds/dx`.
 
     A row where all four numbers are 0 may hold anything. A number that is None counts as 0.

@@ -192,7 +192,8 @@ def _merge_along_mesh(m, d, *sums, axis_name, scale=None, exponents=None):
     size = None if scale is None else jnp.abs(scale)
     m, d, _ = online.merge_along(online.State(maxima, parts), 0, scale=size)
     if exponents is not None:
-        below = xla.bounded((maxima - online.shift(m)) * (1 if size is None else size))  # of the maximum of each part
+        below = maxima - online.shift(m)[None]  # how far the maximum of each part is
+        below = xla.bounded(below if size is None else below * size[None])
         sums[-1] = jnp.where(parts > 0, jnp.exp(below) * (sums[-1] + parts * below), 0)
     return [online.shift(m), d, *[jnp.sum(total, 0) for total in sums]]
 

@@ -23,7 +23,6 @@ from jaxsoftmax._core.implementation import ReferencePlan
 from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._core.target import CPU, ONE_DEVICE, Machine, Target
 
-
 LEAST_EXPONENT = -1000.0  # the exponential of any number below it is 0, also in float64
 
 

@@ -116,7 +116,9 @@ def _cross_entropy_vjp(plan: LossPlan, x, where, scale, **of_rows):
     def body(tile, x, m, d, labels, inside, where, scale, **numbers):
         weights = None
         if numbers["e"] is not None:
-            weights = _weights_with_exponents(tile, _scores(tile, x, inside, None, soft_cap), m, d, inside, where, scale, numbers)
+            weights = _weights_with_exponents(
+                tile, _scores(tile, x, inside, None, soft_cap), m, d, inside, where, scale, numbers
+            )
         elif numbers["a"] is not None:
             scores = _scores(tile, x, inside, None, soft_cap)
             weights = weights_of_state(tile, scores, m, d, inside, where, scale, factor=numbers["a"])

@@ -1,0 +1,157 @@
+"""The cells of entropies and of log-probabilities of chosen classes, from one read of the logits.
+
+`bytes` are those of the logits, which forward reads once; backward reads them once more, and writes as many. Those of ids and
+results are not counted. A gradient is that for a cotangent of each result. `ppo` is the loss of PPO from logits, the mean over
+rows of a clipped ratio and an entropy, with its gradient.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.cells import OURS, Cell, Contender, library
+from benchmarks.softmax import DTYPES, ELEMENTS, copy_cell, one_array, sums
+from tests.support.cross_entropy import oracle
+
+SHAPES = ((8192, 151936), (16384, 50257), (65536, 4096))
+SCALES = ("", "scale=0.7", "scales=1")  # none, one number, a number for each row
+CLIP, BONUS = 0.2, 0.01  # of PPO
+
+
+def cells(shapes: tuple[tuple[int, int], ...] = SHAPES) -> list[Cell]:
+    """All cells: copies, with which the others are compared, and each op in both passes."""
+    found = [copy_cell(dtype, ELEMENTS if shapes is SHAPES else math.prod(shapes[0])) for dtype in DTYPES]
+    for shape in shapes:
+        for dtype in DTYPES:
+            for backward in (False, True):
+                found.append(entropy_cell(dtype, shape, backward))
+                found += [log_probs_cell(dtype, shape, backward, scale) for scale in SCALES]
+            found.append(ppo_cell(dtype, shape))
+    return found
+
+
+def _inputs(dtype, shape):
+    """Makes logits, ids, a number for each row to scale by, and a cotangent of each result."""
+
+    def inputs(key, hurtful):
+        rows, classes = shape
+        keys = jax.random.split(jax.random.fold_in(key, 3), 4)
+        ids = jax.random.randint(keys[0], (rows,), 0, classes)
+        scale = jax.random.uniform(keys[1], (rows,), minval=0.5, maxval=1.5)
+        return *one_array(shape, dtype)(key, hurtful), ids, scale, *(jax.random.normal(k, (rows,)) for k in keys[2:])
+
+    return inputs
+
+
+def _scale_of(text: str, scale: Any) -> Any:
+    """Returns the scale that the options of a cell name."""
+    return {"": None, "scale=0.7": 0.7, "scales=1": scale}[text]
+
+
+def _entropy(log_p):
+    """Computes entropies as libraries of reinforcement learning write them: a weight of 0 adds nothing."""
+    p = jnp.exp(log_p)
+    return -jnp.sum(p * jnp.where(p > 0, log_p, 0), -1)
+
+
+def _bytes(dtype, shape, backward) -> int:
+    return (3 if backward else 1) * math.prod(shape) * jnp.dtype(dtype).itemsize
+
+
+def _with_gradient(f, backward):
+    """Returns the results of `f` at logits, and with `backward` the gradient for their cotangents."""
+    if not backward:
+        return f
+
+    def both(x, ids, scale, *cotangents):
+        results, pull = jax.vjp(lambda x: f(x, ids, scale), x)
+        return *results, pull(tuple(cotangents[: len(results)]))[0]
+
+    return both
+
+
+def entropy_cell(dtype: str, shape: tuple[int, int], backward: bool) -> Cell:
+    def truth(x, ids, scale, cotangent, *_):
+        found = oracle.log_probs(x, ids)
+        zeros = np.zeros_like(cotangent)
+        return [found.entropy, *([found.gradient(zeros, cotangent, zeros)] if backward else [])]
+
+    def of_jax(x, *_):
+        return (_entropy(jax.nn.log_softmax(x.astype(jnp.float32))),)
+
+    def ours(x, *_):
+        return (library.entropy(x),)
+
+    contenders = [
+        Contender(OURS, lambda: _with_gradient(ours, backward)),
+        Contender("jax.numpy", lambda: _with_gradient(of_jax, backward)),
+    ]
+    pass_, peers = "forward+backward" if backward else "forward", () if backward else sums()
+    return Cell(
+        "entropy", pass_, dtype, shape, "", _bytes(dtype, shape, backward), _inputs(dtype, shape), (*contenders, *peers), truth
+    )
+
+
+def log_probs_cell(dtype: str, shape: tuple[int, int], backward: bool, scale_text: str = "") -> Cell:
+    def truth(x, ids, scale, of_log_p, of_entropy):
+        scale = _scale_of(scale_text, scale if scale is None else np.asarray(scale)[:, None])
+        found = oracle.log_probs(x, ids, scale=None if scale is None else np.float32(scale))
+        gradient = [found.gradient(of_log_p, of_entropy, np.zeros_like(of_log_p))] if backward else []
+        return [found.log_p, found.entropy, *gradient]
+
+    def of_jax(x, ids, scale, *_):
+        scale = _scale_of(scale_text, scale[:, None])
+        log_p = jax.nn.log_softmax(x.astype(jnp.float32) * (1 if scale is None else scale))
+        return jnp.take_along_axis(log_p, ids[:, None], 1)[:, 0], _entropy(log_p)
+
+    def ours(x, ids, scale, *_):
+        return library.log_probs(x, ids, scale=_scale_of(scale_text, scale), return_entropy=True)
+
+    contenders = (
+        Contender(OURS, lambda: _with_gradient(ours, backward)),
+        Contender("jax.numpy", lambda: _with_gradient(of_jax, backward)),
+    )
+    options = f"entropy=1 {scale_text}".strip()
+    pass_ = "forward+backward" if backward else "forward"
+    return Cell(
+        "log_probs", pass_, dtype, shape, options, _bytes(dtype, shape, backward), _inputs(dtype, shape), contenders, truth
+    )
+
+
+def ppo_cell(dtype: str, shape: tuple[int, int]) -> Cell:
+    def loss_of(log_p, entropy, old, advantages):
+        ratio = jnp.exp(log_p - old)
+        clipped = jnp.clip(ratio, 1 - CLIP, 1 + CLIP)
+        return -jnp.mean(jnp.minimum(ratio * advantages, clipped * advantages) + BONUS * entropy)
+
+    def truth(x, ids, scale, old, advantages):
+        del scale
+        found = oracle.log_probs(x, ids)
+        n, ratio = shape[0], np.exp(found.log_p.value - old)
+        is_inside = (ratio * advantages <= np.clip(ratio, 1 - CLIP, 1 + CLIP) * advantages) & (ratio > 0)
+        return [found.gradient(-np.where(is_inside, ratio * advantages, 0) / n, np.full(n, -BONUS / n), np.zeros(n))]
+
+    def with_old(key, hurtful):
+        del hurtful  # the ratio of two log-probabilities of -inf is NaN
+        x, ids, scale, noise, advantages = _inputs(dtype, shape)(key, False)
+        log_p = jax.jit(lambda x, ids: library.log_probs(x, ids))(x, ids)
+        return x, ids, scale, log_p + 0.05 * noise, advantages
+
+    def ours(x, ids, scale, old, advantages):
+        del scale
+        return jax.grad(lambda x: loss_of(*library.log_probs(x, ids, return_entropy=True), old, advantages))(x)
+
+    def of_jax(x, ids, scale, old, advantages):
+        del scale
+
+        def loss(x):
+            log_p = jax.nn.log_softmax(x.astype(jnp.float32))
+            return loss_of(jnp.take_along_axis(log_p, ids[:, None], 1)[:, 0], _entropy(log_p), old, advantages)
+
+        return jax.grad(loss)(x)
+
+    contenders = (Contender(OURS, lambda: ours), Contender("jax.numpy", lambda: of_jax))
+    return Cell("ppo", "forward+backward", dtype, shape, "", _bytes(dtype, shape, True), with_old, contenders, truth)
