@@ -142,7 +142,12 @@ def ppo_cell(dtype: str, shape: tuple[int, int]) -> Cell:
 
     def ours(x, ids, scale, old, advantages):
         del scale
-        return jax.grad(lambda x: loss_of(*library.log_probs(x, ids, return_entropy=True), old, advantages))(x)
+
+        def loss(x):
+            log_p, entropy = library.log_probs(x, ids, return_entropy=True)
+            return loss_of(log_p, entropy, old, advantages)
+
+        return jax.grad(loss)(x)
 
     def of_jax(x, ids, scale, old, advantages):
         del scale

@@ -155,5 +155,6 @@ def log_probs(x, ids, axis=-1, where=None, *, scale=None, logits_soft_cap=None) 
         of_lse = 8 * EPS * (np.abs(r.m) + np.abs(log_d) + 1) + bend
         entropy = np.where(np.any(r.where, axis, keepdims=True), entropy, 0.0)
     budgets = (np.where(np.isfinite(b), b, 0.0) + TINY for b in (of_log_p, of_entropy, of_lse))
-    squeezed = [Truth(np.squeeze(v, axis), np.squeeze(b, axis)) for v, b in zip((log_p, entropy, lse), budgets, strict=True)]
-    return Policy(*squeezed, r, onehot, slope)
+    pairs = zip((log_p, entropy, lse), budgets, strict=True)
+    log_p, entropy, lse = (Truth(np.squeeze(value, axis), np.squeeze(budget, axis)) for value, budget in pairs)
+    return Policy(log_p, entropy, lse, r, onehot, slope)

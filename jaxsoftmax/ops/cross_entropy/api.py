@@ -228,7 +228,8 @@ def terms_from_classes(function, logits, labels, where, scale, axes, axis_name, 
         where = aligned_mask(function, where, logits.shape, axes)
         where = flattened(jnp.broadcast_to(where, logits.shape) if len(axes) > 1 else where, axes)
     if scale is not None:
-        scale = flattened(row_scale(function, scale, logits.shape, tuple(sorted(axes)), params["dtype"]), axes)
+        of_rows = row_scale(function, scale, logits.shape, tuple(sorted(axes)), params["dtype"])
+        scale = of_rows if len(axes) == 1 else flattened(jnp.asarray(of_rows), axes)
     logits, axis = flattened(logits, axes), axes[0] if len(axes) == 1 else len(rows)
     classes, all_classes = _count_classes(function, where, logits.shape, (axis,), axis_name)
     counts = None if where is None else classes != 0

@@ -244,7 +244,8 @@ def _checked(function, logits, axis, where, axis_name, implementation):
     logits = arguments.array(function, "logits", logits, "floating")
     where = None if where is None else arguments.array(function, "where", where, "boolean")
     axes, names = class_axes(function, axis, logits.ndim), arguments.axis_names(function, axis_name)
-    params = {"dtype": accumulator(logits.dtype), "soft_cap": None, "return_total": False, "implementation": implementation}
+    params: dict[str, Any] = {"dtype": accumulator(logits.dtype), "soft_cap": None, "return_total": False}
+    params["implementation"] = implementation
     return logits, where, axes, names, params
 
 

@@ -103,13 +103,13 @@ CROSS_ENTROPY_GRADIENT = define(
 def _jvp(operands, tangents, *, return_state, return_entropy=False, **params):
     """Computes results and tangents, by `x` and `scale`: labels and masks are not floating."""
     *results, m, d = bind(CROSS_ENTROPY, operands, return_state=True, return_entropy=return_entropy, **params)
-    saved, options = operands | {"m": m, "d": d}, {"of_scores": "scale" in tangents, "return_entropy": return_entropy}
-    if options["of_scores"]:
-        saved["t"] = xla.scores_tangent(
-            operands["x"], operands["scale"], *map(tangents.get, ("x", "scale")), params["soft_cap"]
-        )
+    saved, of_scores = operands | {"m": m, "d": d}, "scale" in tangents
+    if of_scores:
+        dx, dscale = tangents.get("x"), tangents["scale"]
+        saved["t"] = xla.scores_tangent(operands["x"], operands["scale"], dx, dscale, params["soft_cap"])
     else:
         saved["t"] = tangents["x"]
+    options = {"of_scores": of_scores, "return_entropy": return_entropy}
     mean, chosen, *sums = bind(CROSS_ENTROPY_JVP, saved, **options, **params)
     if return_entropy:  # that of -sum(p * log(p)) is the covariance of the scores and their tangents, negative
         sums[-1] = xla.mean_of(results[-1], d) * mean - sums[-1]
@@ -119,23 +119,23 @@ def _jvp(operands, tangents, *, return_state, return_entropy=False, **params):
     return results, tangents_out
 
 
-def _numbers(params) -> str:
+def _numbers(has_total: bool, has_entropy: bool) -> str:
     """Returns the names of the numbers of rows that `cross_entropy_vjp` takes, in the order of the results of its transpose."""
-    return "ab" + "c" * params["return_total"] + "e" * params["return_entropy"]
+    return "ab" + "c" * has_total + "e" * has_entropy
 
 
 def _transpose_of_jvp(cotangents, operands, types, *, dtype, return_total, return_entropy=False, **params):
     del dtype
-    numbers = dict(zip(_numbers({"return_total": return_total, "return_entropy": return_entropy}), cotangents, strict=True))
+    numbers = dict(zip(_numbers(return_total, return_entropy), cotangents, strict=True))
     (t,) = bind(CROSS_ENTROPY_VJP, operands | numbers, dtype=types["t"].dtype, **params)
     return {"t": t}
 
 
 def _transpose_of_vjp(cotangents, operands, types, *, dtype, **params):
-    options = {"return_total": "c" in types, "return_entropy": "e" in types}
-    options["dtype"] = accumulator(operands["x"].dtype, dtype)
-    numbers = bind(CROSS_ENTROPY_JVP, operands | {"t": cotangents[0]}, **options, **params)
-    return {name: number for name, number in zip(_numbers(options), numbers, strict=True) if name in types}
+    kind, has_total, has_entropy = accumulator(operands["x"].dtype, dtype), "c" in types, "e" in types
+    options = {"return_total": has_total, "return_entropy": has_entropy}
+    numbers = bind(CROSS_ENTROPY_JVP, operands | {"t": cotangents[0]}, dtype=kind, **options, **params)
+    return {name: number for name, number in zip(_numbers(has_total, has_entropy), numbers, strict=True) if name in types}
 
 
 def _jvp_of_gradient(operands, tangents, **params):

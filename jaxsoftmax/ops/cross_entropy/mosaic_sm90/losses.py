@@ -139,7 +139,7 @@ def _weights_with_exponents(tile, scores, m, d, inside, where, scale, numbers):
     if where is not None:
         d = jnp.where(d != 0, d, 1)  # a row with nothing to see
     scores, size = directed(tile, scores, inside, where, scale)
-    a, e = (None if numbers[name] is None else tile.along(numbers[name] / d) for name in "ae")
+    a, e = None if numbers["a"] is None else tile.along(numbers["a"] / d), tile.along(numbers["e"] / d)
     along_m = tile.along(m)
 
     def weigh(score):
