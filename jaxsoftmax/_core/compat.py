@@ -38,6 +38,7 @@ _UTILS = "jax.experimental.mosaic.gpu.utils"
 # Reason and names, by module. None stands for any name.
 EXPERIMENTAL: dict[str, tuple[str, str | None]] = {
     "jax.core": ("types of operands", "ShapedArray Tracer"),
+    "jax.custom_derivatives": ("tells which operands of a rule have a tangent", "SymbolicZero"),
     "jax.extend.core": (
         "primitives of our own, and programs of score and mask functions",
         "ClosedJaxpr Jaxpr Literal Primitive jaxpr_as_fun",

@@ -99,7 +99,7 @@ SOFTMAX = {
     "axis_name": {"None"},
     "implementation": {"None"},
 }
-LOGSUMEXP = {name: SOFTMAX[name] for name in ("axis", "where", "axis_name", "implementation")} | {
+LOGSUMEXP = {name: SOFTMAX[name] for name in ("axis", "where", "scale", "axis_name", "implementation")} | {
     "a": ANYTHING,
     "b": {"None", "a complex number"} | NUMBERS | TRACED | BOOLS,
     "keepdims": BOOLS,

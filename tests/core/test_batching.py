@@ -113,8 +113,12 @@ OPS = {
         (),
     ),
     "softmax": (jaxsoftmax.softmax, {"x": LOGITS, "where": ALLOWED, "scale": normal()}, ("x", "scale")),
-    "log_softmax": (jaxsoftmax.log_softmax, {"x": LOGITS, "where": ALLOWED, "scale": normal()}, ("x", "scale")),
-    "logsumexp": (jaxsoftmax.logsumexp, {"a": LOGITS, "where": ALLOWED}, ("a",)),
+    "log_softmax": (jaxsoftmax.log_softmax, {"x": LOGITS, "where": ALLOWED, "scale": normal(4)}, ("x", "scale")),
+    "logsumexp": (
+        functools.partial(jaxsoftmax.logsumexp, axis=-1),
+        {"a": LOGITS, "where": ALLOWED, "scale": normal(4)},
+        ("a", "scale"),
+    ),
     "cross_entropy": (
         functools.partial(jaxsoftmax.cross_entropy, label_smoothing=0.1, z_loss=0.01),
         {"logits": LOGITS, "labels": integers(0, 7, 4), "where": ALLOWED},
@@ -139,7 +143,7 @@ OPS = {
     "top_k": (lambda x, **given: jaxsoftmax.top_k(x, 3, **given), {"x": LOGITS, "where": ALLOWED}, ("x",)),
     "softmax_top_k": (
         lambda x, **given: jaxsoftmax.softmax_top_k(x, 3, **given),
-        {"x": LOGITS, "where": ALLOWED, "scale": normal()},
+        {"x": LOGITS, "where": ALLOWED, "scale": normal(4)},
         ("x", "scale"),
     ),
     "categorical": (

@@ -42,13 +42,21 @@ BAD = [
     ({"implementation": "cuda"}, ValueError, ["implementation", "'cuda'", "'xla'", "None"]),
     ({"implementation": ["xla"]}, ValueError, ["implementation", "['xla']", "None"]),
 ]
-BAD_SOFTMAX = [
-    ({"scale": np.ones(3, np.float32)}, ValueError, ["scale", "scalar", "(3,)"]),
-    ({"scale": np.ones((1, 1), np.float32)}, ValueError, ["scale", "scalar", "(1, 1)"]),
+BAD_SCALES = [
+    ({"axis": 1, "scale": np.ones(3, np.float32)}, ValueError, ["scale", "scalar", "rows of shape (2,)", "(3,)"]),
+    ({"axis": 0, "scale": np.ones(2, np.float32)}, ValueError, ["scale", "scalar", "rows of shape (3,)", "(2,)"]),
+    ({"axis": 1, "scale": np.ones((1, 1), np.float32)}, ValueError, ["scale", "scalar", "(1, 1)"]),
+    ({"axis": 1, "scale": np.ones((2, 1), np.float32)}, ValueError, ["scale", "scalar", "(2, 1)"]),
+    ({"axis": None, "scale": np.ones(1, np.float32)}, ValueError, ["scale", "scalar", "rows of shape ()", "(1,)"]),
     ({"scale": np.array(1e300)}, ValueError, ["scale must be finite in float32", "1e+300"]),
     ({"scale": True}, TypeError, ["scale", "real", "bool"]),
     ({"scale": 1j}, TypeError, ["scale", "real", "complex"]),
+    ({"axis": 1, "scale": np.ones(2, bool)}, TypeError, ["scale", "one for each row", "bool"]),
+    ({"axis": 1, "scale": np.ones(2, np.complex64)}, TypeError, ["scale", "one for each row", "complex"]),
+    ({"scale": [1.0, 2.0]}, TypeError, ["scale", "list"]),
     ({"scale": "big"}, TypeError, ["scale", "str"]),
+]
+BAD_DTYPES = [
     ({"dtype": jnp.int32}, TypeError, ["dtype", "floating", "int32"]),
     ({"dtype": "half of it"}, TypeError, ["dtype", "floating", "half of it"]),
     ({"dtype": jnp.complex64}, TypeError, ["dtype", "floating", "complex64"]),
@@ -70,9 +78,17 @@ def test_bad_arguments_are_named(name, arguments, error, words):
     check(name, X, arguments, error, words)
 
 
-@pytest.mark.parametrize(("arguments", "error", "words"), BAD_SOFTMAX, ids=cases.ident)
+@pytest.mark.parametrize(("arguments", "error", "words"), BAD_SCALES, ids=cases.ident)
+@pytest.mark.parametrize("name", cases.OPS)
+def test_bad_scales_are_named(name, arguments, error, words):
+    check(name, X, arguments, error, words)
+    if name == "logsumexp":
+        check(name, X, arguments | {"b": np.float32(2)}, error, words)
+
+
+@pytest.mark.parametrize(("arguments", "error", "words"), BAD_DTYPES, ids=cases.ident)
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
-def test_bad_scales_and_dtypes_are_named(name, arguments, error, words):
+def test_bad_dtypes_are_named(name, arguments, error, words):
     check(name, X, arguments, error, words)
 
 

@@ -126,7 +126,7 @@ SPREAD = {
 
 def each_way_to_shard_rows():
     """Each op with each of them and each of two options; by default the first five, with one of the options in turn."""
-    options = {"plain": {}, "scale and where": {"scale": -0.7, "where": ...}}
+    options = {"plain": {}, "scale and where": {"scale": ..., "where": ...}}
     for (i, name), (j, way), (k, option) in itertools.product(*map(enumerate, (cases.OPS, SPREAD, options))):
         marks = cases.slow_unless(j < 5 and (i + j + k) % 2 == 0)
         yield pytest.param(name, *SPREAD[way], options[option], id=f"{name}, {way}, {option}", marks=marks)
@@ -138,9 +138,9 @@ def test_kernels_run_on_shards_of_rows_whose_states_one_collective_merges(name, 
     mesh, x = make_mesh(kind), hurtful((8, 64))[:, :cols]
     rng = np.random.default_rng(1)
     t, where, weights = np.cos(rng.standard_normal(x.shape)), rng.random(x.shape) < 0.8, rng.standard_normal((cols, 3))
-    where[5], options = False, {key: where if key == "where" else value for key, value in options.items()}
-    if name == "logsumexp":
-        options.pop("scale", None)
+    where[5] = False
+    scale = np.linspace(-0.9, 0.7, len(x)) if kind == AxisType.Explicit or cols == 61 else -0.7
+    options = {key: {"where": where, "scale": scale}[key] for key in options}
     op = functools.partial(getattr(jaxsoftmax, name), axis=-1, **options)
 
     def constrained(x, spec):
@@ -285,6 +285,64 @@ def test_in_a_shard_map_axis_name_says_what_rows_are_sharded_over(name, check_vm
     if check_vma or len(manual) == 2:  # else JAX adds up gradients over the axis that shards nothing
         assert collectives_of(compiled)[1] <= 2 * 8 * len(x)
     oracle.assert_same_in_float64(results, jax.jit(everything(lambda x, where: op(x, where=where)))(x, t))
+
+
+@NAMES
+@pytest.mark.parametrize("check_vma", [True, False])
+@X64
+def test_in_a_shard_map_rows_that_devices_share_have_a_scale(name, check_vma):
+    """One number or one for each row, which has derivatives of both orders. It may vary over devices that have the same one."""
+    mesh, x = make_mesh(AxisType.Auto), numbers(4, 16)
+    weights, where = numbers(4, 16, seed=1), numbers(4, 16, seed=2) < 1
+    weights = weights[:, 0] if name == "logsumexp" else weights
+
+    def op(x, scale, where, **options):
+        return getattr(jaxsoftmax, name)(x, axis=-1, where=where, scale=scale, **options)
+
+    def derivatives(f):
+        def loss(x, scale):
+            y = f(x, scale, where)
+            return jnp.sum(jnp.where(jnp.isfinite(y), jnp.sin(y) * weights, 0))
+
+        def run(x, scale):
+            tangent = jax.jvp(loss, (x, scale), (jnp.cos(x), jnp.cos(scale)))[1]
+            return jax.value_and_grad(loss, (0, 1))(x, scale), tangent, jax.hessian(loss, 1)(x, scale)
+
+        return jax.jit(run)
+
+    spec = P(None, "model")
+    for scale in (np.array(0.7), np.array([0.5, 0.0, -2.0, 1.0])):
+        mapped = jax.shard_map(
+            functools.partial(op, axis_name="model"),
+            mesh=mesh,
+            in_specs=(spec, P(), spec),
+            out_specs=P() if name == "logsumexp" else spec,
+            check_vma=check_vma,
+        )
+        oracle.assert_same_in_float64(derivatives(mapped)(x, scale), derivatives(op)(x, scale))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@X64
+def test_a_scale_that_varies_makes_logsumexp_vary(check_vma):
+    mesh, x, scale = make_mesh(AxisType.Auto), numbers(3, 16), np.array([0.5, 0.0, -2.0])
+
+    def local(x, scale):
+        return jaxsoftmax.logsumexp(x, -1, scale=scale, axis_name="model")[None]
+
+    specs = (P(None, "model"), P("model"))
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("model"), check_vma=check_vma)
+
+    def run(f, x, scale):
+        tangents = jnp.cos(x), jnp.cos(scale)
+        return *jax.jvp(f, (x, scale), tangents), jax.grad(lambda x, scale: jnp.sum(jnp.sin(f(x, scale))), (0, 1))(x, scale)
+
+    n = mesh.shape["model"]
+    copies = np.tile(scale, n)
+    value, tangent, (dx, dscale) = jax.jit(functools.partial(run, mapped))(x, copies)
+    expected = jax.jit(functools.partial(run, lambda x, scale: jaxsoftmax.logsumexp(x, -1, scale=scale)))(x, scale)
+    actual = value[0], tangent[-1], (dx / n, dscale.reshape(n, 3).sum(0) / n)
+    oracle.assert_same_in_float64(actual, expected)
 
 
 def test_errors_of_axis_name():
@@ -465,7 +523,11 @@ PLACED = {
         {"x": (numbers(8, 16), ROWS_AND_COLUMNS), "where": (SEEN, DATA), "scale": (np.array(0.7), P())},
         ("x", "scale"),
     ),
-    "log_softmax": (jaxsoftmax.log_softmax, {"x": (numbers(8, 16), DATA), "where": (SEEN[:1], P(None, "model"))}, ("x",)),
+    "log_softmax": (
+        jaxsoftmax.log_softmax,
+        {"x": (numbers(8, 16), DATA), "where": (SEEN[:1], P(None, "model")), "scale": (numbers(8), DATA)},
+        ("x", "scale"),
+    ),
     "logsumexp": (
         functools.partial(jaxsoftmax.logsumexp, axis=-1),
         {"a": (numbers(8, 16), ROWS_AND_COLUMNS), "where": (SEEN, ROWS_AND_COLUMNS), "b": (np.abs(numbers(16)), P("model"))},

@@ -142,7 +142,9 @@ def test_the_tangent_of_a_state_is_that_of_the_log_sum_exp(check_vma):
 
     def pushed(x, t, labels):
         return jax.jvp(
-            lambda x: across_devices.cross_entropy_of_parts(("model",), params, x, labels[:, None].astype(np.int32), None),
+            lambda x: across_devices.cross_entropy_of_parts(
+                ("model",), params, x, labels[:, None].astype(np.int32), None, None
+            ),
             (x,),
             (t,),
         )

@@ -460,13 +460,32 @@ def test_kernels_are_traced_under_a_mesh_as_without_one(name, kind, masked):
                 kernels.lowered_for_cuda(both, x, where, kernels=names)
 
 
-@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("name", cases.OPS)
 def test_a_scale_for_each_row_lowers_to_a_kernel(name):
     x, scale = jax.ShapeDtypeStruct((6, 130), jnp.float32), jax.ShapeDtypeStruct((6,), jnp.float32)
-    f = jax.vmap(lambda x, scale: OPS[name](x, scale=scale))
-    kernels.lowered_for_cuda(f, x, scale, kernels=NAMES[name][:1])
-    both = jax.vmap(lambda x, scale, c: jax.vjp(lambda x: OPS[name](x, scale=scale), x)[1](c))
-    kernels.lowered_for_cuda(both, x, scale, x, kernels=NAMES[name][::2])
+    for f in (OPS[name], jax.vmap(OPS[name])):
+        f = functools.partial(lambda f, x, scale: f(x, scale=scale), f)
+        kernels.lowered_for_cuda(f, x, scale, kernels=NAMES[name][:1])
+
+        def both(x, scale, c, f=f):
+            return jax.vjp(f, x, scale)[1](c)
+
+        kernels.lowered_for_cuda(both, x, scale, jax.eval_shape(f, x, scale), kernels=NAMES[name][::2])
+
+
+@pytest.mark.parametrize("name", cases.OPS)
+def test_a_scale_for_each_row_is_taken_along_any_axis(name):
+    shapes = ((64, 4096), -1, (64,)), ((64, 4096), -1, (1,)), ((8, 512, 64), 1, (8, 64)), ((8, 6, 512), -1, (8, 1))
+    for shape, axis, of_rows in shapes:
+        x, scale = (jax.ShapeDtypeStruct(each, jnp.bfloat16) for each in (shape, of_rows))
+
+        def f(x, scale, axis=axis):
+            return getattr(jaxsoftmax, name)(x, axis=axis, scale=scale)
+
+        explanation = explain(
+            lambda x, scale, c, f=f: jax.vjp(f, x, scale)[1](c), x, scale, jax.eval_shape(f, x, scale), gpu="h100"
+        )
+        kernels.assert_ran(explanation, "mosaic")
 
 
 @pytest.mark.parametrize(

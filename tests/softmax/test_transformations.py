@@ -197,21 +197,29 @@ def test_vmap_along_the_softmax_axis_of_the_batch_equals_a_loop(name):
 @pytest.mark.parametrize(
     "batched", [(True, False, False), (False, True, False), (False, False, True), (True, True, True)], ids=str
 )
-@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
-def test_vmap_of_each_operand_alone(name, batched):
-    x, scale = x64((4, *SHAPE)), np.array([0.5, -1.0, 2.0, 3.0])
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [
+        ("softmax", np.array([0.5, -1.0, 2.0, 3.0])),
+        ("log_softmax", np.linspace(-1, 2, 4 * SHAPE[0]).reshape(4, SHAPE[0])),  # one for each row
+        ("logsumexp", np.linspace(-1, 2, 4 * SHAPE[0]).reshape(4, SHAPE[0])),
+    ],
+    ids=cases.OPS,
+)
+def test_vmap_of_each_operand_alone(name, scale, batched):
+    x = x64((4, *SHAPE))
     where = np.random.default_rng(1).random((4, *SHAPE)) < 0.7
     where[..., 0] = True
     args = [a if b else a[0] for a, b in zip((x, where, scale), batched, strict=True)]
     axes = tuple(0 if b else None for b in batched)
 
     def f(x, where, scale):
-        return getattr(jaxsoftmax, name)(x, where=where, scale=scale)
+        return getattr(jaxsoftmax, name)(x, axis=-1, where=where, scale=scale)
 
     def gradients(x, where, scale):
         def loss(x, scale):
             y = f(x, where, scale)
-            return jnp.sum(jnp.where(where, jnp.sin(y), 0))
+            return jnp.sum(jnp.where(jnp.isfinite(y), jnp.sin(y), 0))
 
         return jax.grad(loss, (0, 1))(x, scale)
 
@@ -252,26 +260,33 @@ def test_masked_derivatives_of_second_order_are_finite(name):
         assert np.all(dirty[~where] == 0)
 
 
-@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
-@pytest.mark.parametrize("scale", [0.7, pytest.param(-1.3, marks=pytest.mark.slow), 0.0])
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [
+        pytest.param(name, scale, marks=cases.slow_unless(place < 2 or (place == 2) != (name == "logsumexp")))
+        for name in cases.OPS
+        for place, scale in enumerate([(0.7, 0.0, -1.3), 0.0, 0.7, -1.3])
+    ],
+    ids=str,
+)
 def test_derivatives_of_scale_of_second_order(name, scale):
     weights = np.random.default_rng(2).standard_normal(SHAPE)
 
+    def total(y):
+        return jnp.sum(jnp.sin(y) * jnp.asarray(weights[:, 0] if name == "logsumexp" else weights, y.dtype))
+
     def ours(x, scale):
-        y = getattr(jaxsoftmax, name)(x, scale=scale)
-        return jnp.sum(jnp.sin(y) * jnp.asarray(weights, x.dtype))
+        return total(getattr(jaxsoftmax, name)(x, axis=-1, scale=scale))
 
     def theirs(x, scale):
-        y = getattr(jax.nn, name)(x * scale)
-        return jnp.sum(jnp.sin(y) * jnp.asarray(weights, x.dtype))
-
-    s = np.float64(scale)
+        return total(getattr(jax.nn, name)(x * (scale[:, None] if scale.ndim else scale), axis=-1))
 
     def orders(f):
         derivatives = {"first": jax.grad(f, (0, 1)), "second": jax.hessian(f, (0, 1))}
-        return all_of(derivatives | {"second, in reverse": jax.jacrev(jax.grad(f, 1), (0, 1))})
+        forward = {"tangent": lambda x, scale: jax.jvp(f, (x, scale), (jnp.cos(x), jnp.cos(scale)))[1]}
+        return all_of(derivatives | forward | {"second, in reverse": jax.jacrev(jax.grad(f, 1), (0, 1))})
 
-    assert_agree(orders(ours), orders(theirs), x64(), s)
+    assert_agree(orders(ours), orders(theirs), x64(), np.float64(scale))
 
 
 @pytest.mark.usefixtures("x64")
@@ -466,6 +481,19 @@ def test_export(name, platforms, symbolic):
             pulled = {"softmax": oracle.softmax_derivative, "log_softmax": oracle.log_softmax_cotangent}
             truth = pulled[name](x, x, -1) if name in pulled else oracle.logsumexp_cotangent(x, np.ones(x.shape[0]), -1)
             assert oracle.error(gradient, truth) <= 1
+
+
+def test_a_scale_of_a_symbolic_number_of_rows_is_exported():
+    rows, columns = export.symbolic_shape("rows, columns")
+    x, scale = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, 2, columns), (rows, 1)))
+    exported = export.export(jax.jit(lambda x, scale: jaxsoftmax.softmax(x, scale=scale)), platforms=["cpu"])(x, scale)
+    x, scale = x32((3, 2, 5)), np.float32([[0.5], [-1], [0]])
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert oracle.error(exported.call(x, scale), oracle.softmax(x, scale=scale[..., None])) <= 1
+    with pytest.raises(
+        ValueError, match=r"scale must be a scalar, or broadcast to rows of shape \(rows, 2\), got shape \(columns,"
+    ):
+        jax.eval_shape(lambda x: jaxsoftmax.softmax(x, scale=x[0].T), jax.ShapeDtypeStruct((rows, 2, columns), jnp.float32))
 
 
 @pytest.mark.usefixtures("x64")

@@ -196,6 +196,18 @@ def test_a_scale_of_each_row_is_served_and_no_other(monkeypatch):
         assert (plan.reason if isinstance(plan, Refusal) else None) == reason
 
 
+@pytest.mark.parametrize("name", cases.OPS)
+def test_a_call_with_a_scale_of_each_row_runs_on_it(on, name):
+    on((8, 0))
+    x, scale = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 512, 64), (8, 1)))
+
+    def f(x, scale):
+        return getattr(jaxsoftmax, name)(x, axis=1, scale=scale)
+
+    both = explain(lambda x, scale, c: jax.vjp(f, x, scale)[1](c), x, scale, jax.eval_shape(f, x, scale), platform="cuda")
+    cases.assert_all_run_on("triton", both)
+
+
 def test_nothing_of_triton_is_imported_unless_a_kernel_is_lowered():
     code = """
 import sys

@@ -86,6 +86,47 @@ def test_scale_and_result_dtype(implementation, name, dtypes, scale):
         assert oracle.error(y, TRUTH[name](arrays[kind], -1, scale=scale)) <= 1, kind
 
 
+# Shapes of operands, axes, and shapes of the scale, one number for each row or for several of them.
+SCALES_OF_ROWS = [
+    ((6, 257), -1, (6,)),
+    ((6, 257), 0, (257,)),
+    ((2, 3, 5, 33), 2, (2, 3, 33)),
+    ((2, 3, 5, 33), 2, (3, 1)),
+    ((4, 3, 5, 33), (1, -1), (4, 5)),
+    ((4, 3, 5, 33), (-1, 0, 2), (3,)),
+    ((3, 4), (), (3, 4)),
+]
+FACTORS = np.float32([0.5, -3.0, 0.0, 1.0, 40.0])
+
+
+@pytest.mark.parametrize(
+    ("implementation", "case", "name", "dtype"),
+    cases.crossed("softmax", SCALES_OF_ROWS, cases.OPS, cases.DTYPES),
+    ids=cases.ident,
+)
+def test_scale_of_each_row(implementation, case, name, dtype):
+    """One program takes numbers of every sign and 0; -inf times a number below 0 is +inf, and times 0 NaN."""
+    shape, axis, of_rows = case
+    scale = np.resize(FACTORS, of_rows)
+    where = np.random.default_rng(3).random(shape) < 0.7
+    f = jax.jit(lambda x, scale, where: op(name, implementation, axis=axis, scale=scale)(x, where=where))
+    whole, arrays = scale_beside(shape, axis, scale), cases.inputs(shape, dtype)
+    cases.assert_ran(implementation, f, arrays["normal"], scale, where)
+    for kind, mask in (("normal", None), ("wide", where), ("offset of 1e4", where), ("some -inf", None), ("equal", where)):
+        x = arrays[kind]
+        truth = TRUTH[name](x, axis, mask, whole)
+        if mask is not None:
+            x = np.where(mask, x, np.asarray(np.nan, x.dtype))
+        assert oracle.error(f(x, scale, mask), truth) <= 1, kind
+
+
+def scale_beside(shape, axis, scale):
+    """Returns the scale of rows with an axis for each one of the operand, as NumPy broadcasts it."""
+    axes = tuple(np.arange(len(shape))[list(np.atleast_1d(np.int_(axis)))])
+    rows = [size for place, size in enumerate(shape) if place not in axes]
+    return np.expand_dims(np.broadcast_to(scale, rows), axes)
+
+
 WHERE_SHAPES = [
     ((2, 3, 4, 33), (2, 3, 4, 33)),
     ((2, 3, 4, 33), (1, 1, 4, 33)),
@@ -125,7 +166,16 @@ def test_where(implementation, name, dtype, shape, mask_shape):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
     ("name", "scale"),
-    [("softmax", None), ("softmax", 0.3), ("log_softmax", None), ("log_softmax", 0.3), ("logsumexp", None)],
+    [
+        ("softmax", None),
+        ("softmax", 0.3),
+        ("softmax", "of rows"),
+        ("log_softmax", None),
+        ("log_softmax", 0.3),
+        ("log_softmax", "of rows"),
+        ("logsumexp", None),
+        ("logsumexp", "of rows"),
+    ],
     ids=cases.ident,
 )
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
@@ -133,14 +183,15 @@ def test_tangents_and_cotangents_are_within_the_budget(implementation, name, sca
     rng = np.random.default_rng(1)
     shape = (6, 130)
     where = rng.random(shape) < 0.6 if masked else None
-    options = {} if name == "logsumexp" else {"scale": scale}
-    f = op(name, implementation, axis=-1, where=where, **options)
+    factor = np.float32([0.3, -0.3, 0.0, 1.0, 2.0, -1.0]) if scale == "of rows" else scale
+    scale = factor if np.ndim(factor) == 0 else factor[:, None]
+    f = op(name, implementation, axis=-1, where=where, scale=factor)
     derivatives = jax.jit(lambda x, t, c: (jax.jvp(f, (x,), (t,))[1], jax.vjp(f, x)[1](c)[0]))
     t = rng.standard_normal(shape).astype(jnp.dtype(dtype))
     c = t[:, 0] if name == "logsumexp" else t
     arrays = cases.inputs(shape, dtype)
     cases.assert_ran(implementation, derivatives, arrays["normal"], t, c)
-    for kind in ("normal", "wide", "offset of 1e4", "outliers", "some -inf", "equal"):
+    for kind in ("normal", "wide", "offset of 1e4", "outliers", "equal", *(["some -inf"] if np.ndim(factor) == 0 else [])):
         x = arrays[kind]
         if name == "softmax":
             forward = backward = oracle.softmax_derivative(x, t, -1, where, scale, saved=dtype)
@@ -148,8 +199,8 @@ def test_tangents_and_cotangents_are_within_the_budget(implementation, name, sca
             forward = oracle.log_softmax_tangent(x, t, -1, where, scale)
             backward = oracle.log_softmax_cotangent(x, t, -1, where, scale)
         else:
-            forward = oracle.logsumexp_tangent(x, t, -1, where)
-            backward = oracle.logsumexp_cotangent(x, c, -1, where)
+            forward = oracle.logsumexp_tangent(x, t, -1, where, scale)
+            backward = oracle.logsumexp_cotangent(x, c, -1, where, scale)
         if where is not None:
             x, t_in = np.where(where, x, np.asarray(np.nan, x.dtype)), np.where(where, t, np.asarray(np.nan, t.dtype))
         else:
@@ -160,20 +211,22 @@ def test_tangents_and_cotangents_are_within_the_budget(implementation, name, sca
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("name", cases.OPS)
 def test_gradient_of_scale(name):
     x, weights = (np.random.default_rng(seed).standard_normal((4, 33)) for seed in (2, 3))
     x[0, 3], weights[0, 3] = -np.inf, 0
 
     def loss(f, x, scale):
         y = f(x, scale)
-        return jnp.sum(jnp.where(jnp.isfinite(y), weights * y, 0))
+        return jnp.sum(jnp.where(jnp.isfinite(y), weights[(..., 0) if name == "logsumexp" else ...] * y, 0))
 
-    ours = functools.partial(loss, lambda x, scale: getattr(jaxsoftmax, name)(x, scale=scale))
-    finite = np.where(np.isfinite(x), x, -1e30)
-    theirs = functools.partial(loss, lambda x, scale: getattr(jax.nn, name)(x * scale))
+    def theirs(x, scale):
+        return getattr(jax.nn, name)(x * (scale[:, None] if scale.ndim else scale), axis=-1)
+
+    ours = functools.partial(loss, lambda x, scale: getattr(jaxsoftmax, name)(x, -1, scale=scale))
+    finite, theirs = np.where(np.isfinite(x), x, -1e30), functools.partial(loss, theirs)
     both = jax.jit(lambda x, finite, scale: (jax.grad(ours, (0, 1))(x, scale), jax.grad(theirs, (0, 1))(finite, scale)))
-    for scale in (0.7, 2.0):
+    for scale in (np.float64(0.7), np.float64(2.0), np.array([0.7, 2.0, 0.0, -1.5])):
         oracle.assert_same_in_float64(*both(x, finite, scale))
 
 
@@ -301,6 +354,32 @@ def test_logsumexp_with_factors_and_sign():
     assert oracle.error(half, oracle.Truth(truth.value + np.log(2), truth.budget + 8 * oracle.EPS)) <= 1
 
 
+@pytest.mark.usefixtures("x64")
+def test_scale_of_logsumexp_with_factors_and_sign():
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((2, 4, 3, 5))
+    where, scale = rng.random((4, 3, 5)) < 0.7, np.array([0.7, 0.0, -2.0])
+    a[0, 0, 0], b[0, 0, 0], where[0, 0, 0] = -np.inf, 2.0, True
+    hidden, options = np.where(where, a, np.nan), {"axis": (0, 2), "return_sign": True}
+
+    def total(f):
+        return lambda a, scale: jnp.sum(f(a, scale)[0] * jnp.arange(1.0, 4))
+
+    def ours(a, scale):
+        return jaxsoftmax.logsumexp(a, b=b, where=where, scale=scale, **options)
+
+    def theirs(a, scale):
+        return jax.nn.logsumexp(jnp.where(where, a, 0) * scale[None, :, None], b=b, where=where, **options)
+
+    fs = [lambda a, scale, f=f: (f(a, scale), jax.grad(total(f), (0, 1))(a, scale)) for f in (ours, theirs)]
+    oracle.assert_same_in_float64(jax.jit(fs[0])(hidden, scale), jax.jit(fs[1])(np.maximum(a, -1e30), scale))
+    narrow = a[1].astype(np.float16)
+    half = jaxsoftmax.logsumexp(narrow, -1, np.float16(2), scale=scale)  # the product is not rounded
+    assert half.dtype == np.float16
+    truth = oracle.logsumexp(narrow, -1, scale=scale[:, None])
+    assert oracle.error(half, oracle.Truth(truth.value + np.log(2), truth.budget + 8 * oracle.EPS)) <= 1
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8", "complex64", "bool"])
 def test_dtypes_of_logsumexp_with_factors_are_those_of_jax_nn(dtype):
     factors = None, 2.0, 2, np.float32(2), np.ones(3, np.int32), np.ones(3, np.complex64)
@@ -358,7 +437,7 @@ def test_random_combinations_of_features(call, name, seed):
     x = (3 * rng.standard_normal(shape)).astype(jnp.dtype(dtype))
     where = None if mask is None else rng.random(mask) < 0.6
     if name == "logsumexp":
-        options, truth, result = {}, oracle.logsumexp(x, axis, where), dtype
+        options, truth, result = {"scale": scale}, oracle.logsumexp(x, axis, where, scale), dtype
     else:
         options, truth = {"scale": scale, "dtype": result}, TRUTH[name](x, axis, where, scale)
     y = jax.jit(lambda x, where: getattr(jaxsoftmax, name)(x, axis, where=where, **options))(x, where)

@@ -13,10 +13,10 @@ def denominator(x, axis=-1, where=None, scale=None) -> Truth:
     return Truth(r.d, r.d * r.sum((8 + 3 * r.distance) * EPS * r.y) + TINY)
 
 
-def logsumexp_tangent(x, t, axis=None, where=None) -> Truth:
-    """Returns the truth of the tangent of logsumexp: the mean of `t` by the weights."""
-    r = rows(x, axis, where)
-    t = np.where(r.where, to64(t), 0.0)
+def logsumexp_tangent(x, t, axis=None, where=None, scale=None) -> Truth:
+    """Returns the truth of the tangent of logsumexp: the mean of `scale * t` by the weights."""
+    r = rows(x, axis, where, scale)
+    t = np.where(r.where, to64(t), 0.0) * (1.0 if scale is None else np.float64(scale))
     unit = (8 + 3 * r.distance) * EPS
     return Truth(np.squeeze(r.sum(r.y * t), r.axes), np.squeeze(r.sum(unit * r.y * np.abs(t)), r.axes) + TINY)
 

@@ -51,6 +51,16 @@ def test_the_largest_weights_are_lowered_as_one_kernel(shape, dtype, scale):
     kernels.lowered_for_cuda(f, shaped(shape, dtype), kernels=["top_k_mosaic"])
 
 
+@pytest.mark.parametrize("normalize", ["all", "selected"])
+def test_a_scale_for_each_row_runs_on_kernels(normalize):
+    def f(x, scale):
+        return jaxsoftmax.softmax_top_k(x, 8, scale=scale, normalize=normalize, return_lse=True)
+
+    for shape, of_rows in (((64, 50257), (64,)), ((64, 4, 64), (4,))):
+        explanation = jaxsoftmax.explain(f, shaped(shape, "bfloat16"), shaped(of_rows, "float32"), gpu="h100")
+        kernels.assert_ran(explanation, "mosaic")
+
+
 SHORT = "top_k_of_short_rows_mosaic"
 SHORT_GRADIENT = "softmax_top_k_vjp_of_short_rows_mosaic"
 COLS = (8, 16, 40, 60, 64, 100, 128, 256, 264, 300, 508, 512)  # of 264, 300 and 508 lanes have different shares

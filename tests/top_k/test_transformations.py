@@ -138,7 +138,7 @@ def test_the_scale_may_be_differentiated_twice(normalize):
 
     derivatives = [jax.hessian(functools.partial(loss, f=f), (0, 1)) for f in FUNCTIONS]
     both = jax.jit(lambda x, scale: [derivative(x, scale) for derivative in derivatives])
-    for scale in (0.7, -1.3):
+    for scale in (0.7, -1.3, (0.7, -1.3, 0.5, 2.0)):
         assert_same(*both(array(), np.float64(scale)))
 
 
@@ -278,6 +278,9 @@ def test_vmap_of_keys_scales_and_options():
     actual = jax.jit(jax.vmap(of_scale))(x, scales)
     expected = [of_scale(x[index], scales[index]) for index in range(3)]
     assert_same(actual, jax.tree.map(lambda *parts: np.stack(parts), *expected))
+    of_rows = np.array([0.5, -2.0, 1.0, 0.1]) * scales[:, None]
+    actual = jax.jit(jax.vmap(of_scale, (None, 0)))(x[0], of_rows)
+    assert_same(actual, jax.tree.map(lambda *parts: np.stack(parts), *[of_scale(x[0], own) for own in of_rows]))
 
 
 def test_scan():

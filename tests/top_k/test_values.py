@@ -168,6 +168,26 @@ def test_weights_are_within_the_budget(implementation, dtype, normalize, scale, 
         assert oracle.error(lse, expected[2]) <= 1, kind
 
 
+@pytest.mark.parametrize("normalize", ["all", "selected"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_weights_of_a_scale_of_each_row(implementation, dtype, normalize):
+    shape, axis = (3, 300, 4), 1
+    where = np.random.default_rng(1).random(shape) < 0.7
+    options = {"k": 7, "axis": axis, "normalize": normalize, "return_lse": True, "implementation": implementation}
+    f, arrays = jax.jit(functools.partial(jaxsoftmax.softmax_top_k, **options)), inputs(shape, dtype)
+    whole = np.resize(np.float32([0.5, -2.0, 0.0, 1.0, -0.3]), (3, 4))
+    cases.assert_ran(implementation, lambda x, scale: f(x, scale=scale), arrays["normal"], whole)
+    for kind, scale, mask in (("normal", whole, None), ("wide", whole[0], where), ("ties", whole[:, :1], where)):
+        x = np.moveaxis(arrays[kind], axis, -1)
+        hidden = None if mask is None else np.moveaxis(mask, axis, -1)
+        expected = weights_of(x, 7, normalize, np.broadcast_to(scale, whole.shape), hidden)
+        weights, indices, lse = f(arrays[kind], scale=scale, where=mask)
+        assert_same([np.moveaxis(indices, axis, -1)], [expected[1]], kind)
+        assert oracle.error(np.moveaxis(np.asarray(weights), axis, -1), expected[0]) <= 1, kind
+        assert oracle.error(lse, expected[2]) <= 1, kind
+
+
 @pytest.mark.parametrize("mask", [(4, 3, 33), (1, 1, 33), (4, 1, 1), (33,)], ids=cases.ident)
 @pytest.mark.parametrize("normalize", ["all", "selected"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -282,7 +302,9 @@ WRONG = [
     ({"where": np.ones(2, bool)}, ValueError, "top_k: where must broadcast with operand, got shapes"),
     ({"implementation": "fast"}, ValueError, "top_k: implementation must be None or one of"),
     ({"normalize": "none"}, ValueError, "softmax_top_k: normalize must be 'all' or 'selected', got 'none'"),
-    ({"scale": X}, ValueError, "softmax_top_k: scale must be a scalar, got an array of shape"),
+    ({"scale": X}, ValueError, "softmax_top_k: scale must be a scalar, or broadcast to rows of shape (2,), got shape (2, 3)"),
+    ({"scale": X[0]}, ValueError, "softmax_top_k: scale must be a scalar, or broadcast to rows of shape (2,), got shape (3,)"),
+    ({"scale": X[:, 0] > 0}, TypeError, "softmax_top_k: scale must be a real number, or one for each row, got bool"),
     ({"return_lse": 1}, TypeError, "softmax_top_k: return_lse must be True or False, got 1"),
     ({"logits": X > 0}, TypeError, "softmax_top_k: logits must be floating or integer, got bool"),
 ]

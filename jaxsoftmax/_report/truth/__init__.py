@@ -88,8 +88,8 @@ def log_softmax(x, axis=-1, where=None, scale=None) -> Truth:
     return Truth(value, 8 * EPS * terms + TINY)
 
 
-def logsumexp(x, axis=None, where=None, keepdims=False) -> Truth:
-    r = rows(x, axis, where)
+def logsumexp(x, axis=None, where=None, scale=None, *, keepdims=False) -> Truth:
+    r = rows(x, axis, where, scale)
     with np.errstate(all="ignore"):
         infinite = np.isinf(r.m)
         value = np.where(infinite, r.m, r.m + np.log(r.d))
@@ -126,9 +126,9 @@ def log_softmax_cotangent(x, c, axis=-1, where=None, scale=None) -> Truth:
     return Truth(value, np.where(r.where, 4 * EPS * np.abs(c) + unit * r.y * r.sum(np.abs(c)), 0.0) + TINY)
 
 
-def logsumexp_cotangent(x, c, axis=None, where=None) -> Truth:
-    r = rows(x, axis, where)
-    c = np.expand_dims(to64(c), r.axes)
+def logsumexp_cotangent(x, c, axis=None, where=None, scale=None) -> Truth:
+    r = rows(x, axis, where, scale)
+    c = np.expand_dims(to64(c), r.axes) * (1.0 if scale is None else np.float64(scale))
     return Truth(r.y * c, (8 + 3 * r.distance) * EPS * r.y * np.abs(c) + TINY * np.maximum(1, np.abs(c)))  # y may be flushed
 
 

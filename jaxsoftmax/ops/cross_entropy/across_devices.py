@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxsoftmax._core import compat, sharding
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
 from jaxsoftmax._core.sharding import Cut
 from jaxsoftmax.ops.cross_entropy import primitive, xla
-from jaxsoftmax.ops.softmax.across_devices import local_mask, merge_states, mesh_axes
+from jaxsoftmax.ops.softmax.across_devices import is_zero, local_mask, merge_states, mesh_axes
 
 
 def cross_entropy(runner, x, labels, where, scale, *, axes, return_state=False, return_entropy=False, cuts, **params):
@@ -106,19 +107,26 @@ def cross_entropy_of_parts(axis_name: tuple[str, ...], params: dict[str, Any], x
     return cross_entropy(runner, x, labels, where, scale, return_state=True, cuts=cuts, **params)
 
 
-@cross_entropy_of_parts.defjvp
+@functools.partial(cross_entropy_of_parts.defjvp, symbolic_zeros=True)
 def _jvp_of_parts(axis_name, params, primals, tangents):
     (x, labels, where, scale), (dx, _, _, dscale) = primals, tangents
     *results, m, d = cross_entropy_of_parts(axis_name, params, x, labels, where, scale)
     (axis,) = params["axes"]
     own_labels = local_labels(labels, x.shape[axis], {axis: Cut.of_part(axis_name, x.shape[axis])})
-    t = dx if scale is None else xla.scores_tangent(x, scale, dx, dscale, params["soft_cap"])
+    of_scores = not is_zero(dscale)
+    t = None if is_zero(dx) else dx
+    t = xla.scores_tangent(x, scale, t, dscale, params["soft_cap"]) if of_scores else t
     operands = {"x": x, "m": m, "d": d, "t": t, "labels": own_labels, "where": where, "scale": scale}
-    sums = bind(primitive.CROSS_ENTROPY_JVP, operands, of_scores=scale is not None, **params)
-    mean, chosen, *sums = lax.psum(jnp.stack(sums), axis_name)
+    mean, chosen, *sums = bind(primitive.CROSS_ENTROPY_JVP, operands, of_scores=of_scores, **params)
+    mean, chosen, *sums = lax.psum(jnp.stack([mean, chosen, *sums]), axis_name)
     if params.get("return_entropy", False):
         sums[-1] = xla.mean_of(results[-1], d) * mean - sums[-1]
-    return [*results, m, d], [mean - chosen, mean, *sums, jnp.zeros_like(m), xla.tangent_of_sum(d, mean)]
+    found = [mean - chosen, mean, *sums, jnp.zeros_like(m), xla.tangent_of_sum(d, mean)]
+    # Results vary over devices if JAX thinks that `scale` does.
+    varying = (
+        sharding.varying(t, tuple(sorted(compat.varying(result)))) for t, result in zip(found, (*results, m, d), strict=True)
+    )
+    return [*results, m, d], list(varying)
 
 
 RULES = {

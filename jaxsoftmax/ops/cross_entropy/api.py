@@ -287,7 +287,7 @@ def _terms_from_probabilities(logits, labels, where, scale, axes, axis_name, par
     x = logits if soft_cap is None and scale is None else scores
     lse_params = {"axes": axes, "dtype": dtype, "implementation": params["implementation"]}
     if axis_name:
-        lse = logsumexp_of_parts(axis_name, lse_params, x, where)
+        lse = logsumexp_of_parts(axis_name, lse_params, x, where, None)
     else:
         (lse,) = bind(LOGSUMEXP, {"x": x, "where": where}, return_state=False, **lse_params)
     labels, nll = select(where, labels, 0), lse - scores

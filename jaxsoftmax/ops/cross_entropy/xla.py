@@ -31,7 +31,7 @@ NO_CLASS, NO_ROW = -1, -2  # the label of a row whose label is none of its class
 
 
 def cross_entropy(
-    x, labels, where, scale, *, axes, dtype, soft_cap, return_total=False, return_entropy=False, return_state=False
+    x, labels, where, scale=None, *, axes, dtype, soft_cap, return_total=False, return_entropy=False, return_state=False
 ):
     """Computes `nll`, `lse`, and what the parameters ask for: the sum of the scores, the entropy, and the state `(m, d)`."""
     acc = accumulator(x.dtype, dtype)

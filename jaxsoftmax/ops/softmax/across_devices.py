@@ -19,9 +19,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from jaxsoftmax import online
-from jaxsoftmax._core import compat
+from jaxsoftmax._core import compat, sharding
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
 from jaxsoftmax.ops.softmax import primitive, xla
@@ -147,28 +148,38 @@ def _saved_operands(arguments, cuts):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def logsumexp_of_parts(axis_name: tuple[str, ...], params: dict[str, Any], x, where) -> jax.Array:
+def logsumexp_of_parts(axis_name: tuple[str, ...], params: dict[str, Any], x, where, scale) -> jax.Array:
     """Computes the log-sum-exp of rows that devices along mesh axes share, inside a `shard_map` of the user.
 
     The collectives stand beside the primitives, not in their rules, so that JAX transposes them: in one way if the `shard_map`
     checks what varies over devices (`check_vma`), and in another way if it does not. A primitive does not know which one.
     """
-    return _lse_and_state(axis_name, params, x, where)[0]
+    return _lse_and_state(axis_name, params, {"x": x, "where": where, "scale": scale})[0]
 
 
-@logsumexp_of_parts.defjvp
+@functools.partial(logsumexp_of_parts.defjvp, symbolic_zeros=True)
 def _jvp_of_parts(axis_name, params, primals, tangents):
-    (x, where), (t, _) = primals, tangents
-    lse, m, d = _lse_and_state(axis_name, params, x, where)
-    operands = {"x": x, "m": m, "d": d, "t": t, "where": where}
-    (mean,) = bind(primitive.LOGSUMEXP_JVP, operands, scale_tangent=False, **params | {"dtype": d.dtype})
-    return lse, lax.psum(mean, axis_name).astype(lse.dtype)
+    operands = dict(zip(("x", "where", "scale"), primals, strict=True))
+    lse, m, d = _lse_and_state(axis_name, params, operands)
+    of_scores = {name: t for name, t in zip(operands, tangents, strict=True) if name != "where" and not is_zero(t)}
+    t, needs_scale = primitive.scores_tangent(operands, of_scores)
+    operands |= {"m": m, "d": d, "t": t}
+    (mean,) = bind(primitive.LOGSUMEXP_JVP, operands, scale_tangent=needs_scale, **params | {"dtype": d.dtype})
+    tangent = lax.psum(mean, axis_name).astype(lse.dtype)
+    return lse, sharding.varying(tangent, tuple(sorted(compat.varying(lse))))  # `lse` varies if JAX thinks that `scale` does
 
 
-def _lse_and_state(axis_name, params, x, where):
-    _, *state = bind(primitive.LOGSUMEXP, {"x": x, "where": where}, return_state=True, **params)
-    m, d = _merge_along_mesh(*state, axis_name=axis_name)
-    return xla.lse_of(m, d, None).astype(params["dtype"]), m, d
+def is_zero(tangent) -> bool:
+    """Returns True for the tangent of an operand that is absent or does not depend on what is differentiated."""
+    return tangent is None or type(tangent) is SymbolicZero
+
+
+def _lse_and_state(axis_name, params, operands):
+    """Returns the log-sum-exp of whole rows, and their state. `d` alone carries derivatives: those of `scale` too."""
+    _, *state = bind(primitive.LOGSUMEXP, operands, return_state=True, **params)
+    scale = lax.stop_gradient(operands["scale"])
+    m, d = _merge_along_mesh(*state, axis_name=axis_name, scale=scale)
+    return xla.lse_of(m, d, scale).astype(params["dtype"]), m, d
 
 
 def merge_states(m, d, *sums, cuts, scale=None, exponents=None):
@@ -192,10 +203,10 @@ def _merge_along_mesh(m, d, *sums, axis_name, scale=None, exponents=None):
     size = None if scale is None else jnp.abs(scale)
     m, d, _ = online.merge_along(online.State(maxima, parts), 0, scale=size)
     if exponents is not None:
-        below = maxima - online.shift(m)[None]  # how far the maximum of each part is
+        below = maxima - online.finite(m)[None]  # how far the maximum of each part is
         below = xla.bounded(below if size is None else below * size[None])
         sums[-1] = jnp.where(parts > 0, jnp.exp(below) * (sums[-1] + parts * below), 0)
-    return [online.shift(m), d, *[jnp.sum(total, 0) for total in sums]]
+    return [online.finite(m), d, *[jnp.sum(total, 0) for total in sums]]
 
 
 def mesh_axes(cuts) -> tuple[str, ...]:

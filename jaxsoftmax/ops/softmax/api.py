@@ -17,6 +17,7 @@ from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
 from jaxsoftmax.ops.softmax import across_devices, primitive
 from jaxsoftmax.ops.softmax.implementations import SOFTMAX_FAMILY
+from jaxsoftmax.ops.softmax.xla import scores
 
 Axis = int | Sequence[int] | None
 
@@ -48,12 +49,16 @@ def softmax(
       where: boolean array that selects the entries that take part, or None (the default) for all entries. It broadcasts
         against `x`, and `x` against it. Entries that are not selected give 0, and their values in `x`, even NaN, have no
         effect.
-      scale: real scalar that multiplies `x`, such as `1 / sqrt(head_dim)`; None (the default) for 1. It may be traced.
+      scale: real number that multiplies `x`, such as `1 / sqrt(head_dim)`, or an array of them with one for each row; None
+        (the default) for 1. An array broadcasts to the shape of the result without `axis`. It may be traced. With a
+        negative number the smallest entry of a row gets the largest weight. With 0 all entries of a row get the same
+        weight, and a row that holds an infinity is NaN, as `0 * inf` is.
       dtype: floating dtype of the result, complex if `x` is complex; None (the default) for the dtype of `x`. The
         conversion needs no extra pass over memory.
       axis_name: name or names of the mesh axes over which `axis` is sharded, for calls inside a `shard_map`; None (the
-        default) if `axis` is not sharded there. All devices must hold parts of equal length. Devices exchange two numbers
-        for each row, and no part of `x` moves. Outside a `shard_map` leave it None: JAX knows how arrays are sharded.
+        default) if `axis` is not sharded there. All devices must hold parts of equal length, and the same `scale`. Devices
+        exchange two numbers for each row, and no part of `x` moves. Outside a `shard_map` leave it None: JAX knows how
+        arrays are sharded.
       implementation: name of the implementation that must run: "mosaic", "triton" or "xla". None (the default) takes the
         best one for the platform, shape and dtype.
 
@@ -65,9 +70,9 @@ def softmax(
       TypeError: `x` is not an array of numbers or has dtype bool, `axis` is not made of integers, `where` is not boolean,
         `scale` is not real, `dtype` is not floating (not complex if `x` is complex), or `axis_name` is not made of
         strings.
-      ValueError: `axis` is out of range or names an axis twice, `where` does not broadcast with `x`, `scale` is not a
-        scalar or too large for the arithmetic, `axis_name` is not a mesh axis of a `shard_map` around the call, or there
-        is no `implementation` of this name.
+      ValueError: `axis` is out of range or names an axis twice, `where` does not broadcast with `x`, `scale` does not
+        broadcast to the rows or is a number too large for the arithmetic, `axis_name` is not a mesh axis of a `shard_map`
+        around the call, or there is no `implementation` of this name.
       NotImplementedError: the named `implementation` cannot run this call. The message gives the reason.
 
     Examples:
@@ -119,13 +124,15 @@ def log_softmax(
       where: boolean array that selects the entries that take part, or None (the default) for all entries. It broadcasts
         against `x`, and `x` against it. Entries that are not selected give `-inf`, and their values in `x`, even NaN, have
         no effect.
-      scale: real scalar that multiplies `x`, such as the inverse of a temperature; None (the default) for 1. It may be
-        traced.
+      scale: real number that multiplies `x`, such as the inverse of a temperature, or an array of them with one for each
+        row; None (the default) for 1. An array broadcasts to the shape of the result without `axis`. It may be traced.
+        Numbers that are negative or 0 have the same meaning as in `softmax`.
       dtype: floating dtype of the result, complex if `x` is complex; None (the default) for the dtype of `x`. The
         conversion needs no extra pass over memory.
       axis_name: name or names of the mesh axes over which `axis` is sharded, for calls inside a `shard_map`; None (the
-        default) if `axis` is not sharded there. All devices must hold parts of equal length. Devices exchange two numbers
-        for each row, and no part of `x` moves. Outside a `shard_map` leave it None: JAX knows how arrays are sharded.
+        default) if `axis` is not sharded there. All devices must hold parts of equal length, and the same `scale`. Devices
+        exchange two numbers for each row, and no part of `x` moves. Outside a `shard_map` leave it None: JAX knows how
+        arrays are sharded.
       implementation: name of the implementation that must run: "mosaic", "triton" or "xla". None (the default) takes the
         best one for the platform, shape and dtype.
 
@@ -138,9 +145,9 @@ def log_softmax(
       TypeError: `x` is not an array of numbers or has dtype bool, `axis` is not made of integers, `where` is not boolean,
         `scale` is not real, `dtype` is not floating (not complex if `x` is complex), or `axis_name` is not made of
         strings.
-      ValueError: `axis` is out of range or names an axis twice, `where` does not broadcast with `x`, `scale` is not a
-        scalar or too large for the arithmetic, `axis_name` is not a mesh axis of a `shard_map` around the call, or there
-        is no `implementation` of this name.
+      ValueError: `axis` is out of range or names an axis twice, `where` does not broadcast with `x`, `scale` does not
+        broadcast to the rows or is a number too large for the arithmetic, `axis_name` is not a mesh axis of a `shard_map`
+        around the call, or there is no `implementation` of this name.
       NotImplementedError: the named `implementation` cannot run this call. The message gives the reason.
 
     Examples:
@@ -153,6 +160,14 @@ def log_softmax(
       True
       >>> print(jnp.round(log_weights[0]))
       [-200. -199.    0.]
+
+      Each row has a temperature of its own:
+
+      >>> temperature = jnp.array([0.5, 2.0])
+      >>> log_weights = jaxsoftmax.log_softmax(logits, scale=1 / temperature)
+      >>> expected = jax.nn.log_softmax(logits / temperature[:, None])
+      >>> bool(jnp.allclose(log_weights, expected, atol=1e-6))
+      True
 
     Source: Milakov and Gimelshein 2018, arXiv:1805.02867.
     """
@@ -169,6 +184,7 @@ def logsumexp(
     return_sign: Literal[False] = False,
     where: ArrayLike | None = None,
     *,
+    scale: ArrayLike | None = None,
     axis_name: str | Sequence[str] | None = None,
     implementation: str | None = None,
 ) -> jax.Array: ...
@@ -183,6 +199,7 @@ def logsumexp(
     *,
     return_sign: Literal[True],
     where: ArrayLike | None = None,
+    scale: ArrayLike | None = None,
     axis_name: str | Sequence[str] | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
@@ -196,17 +213,18 @@ def logsumexp(
     return_sign: bool = False,
     where: ArrayLike | None = None,
     *,
+    scale: ArrayLike | None = None,
     axis_name: str | Sequence[str] | None = None,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Computes `log(sum(b * exp(a)))` along `axis`.
+    """Computes `log(sum(b * exp(scale * a)))` along `axis`.
 
-    The maximum of `a` is subtracted before the exponential, so nothing overflows. The function replaces
-    `jax.nn.logsumexp`. In addition it takes `axis_name` and `implementation`.
+    The maximum of `scale * a` is subtracted before the exponential, so nothing overflows. The function replaces
+    `jax.nn.logsumexp`. In addition it takes `scale`, `axis_name` and `implementation`.
 
     The arithmetic is float32, or float64 if `a` is float64. On NVIDIA Hopper GPUs a kernel reads each element once. Calls
-    with `b` or `return_sign` run as `jax.nn.logsumexp`, in float32 or wider. The result can be differentiated any number
-    of times, in forward and reverse mode.
+    with `b` or `return_sign` run as `jax.nn.logsumexp`, in float32 or wider. The result can be differentiated with respect
+    to `a`, `b` and `scale`, any number of times, in forward and reverse mode.
 
     Args:
       a: array of any shape. The dtype is floating, complex, integer or bool.
@@ -218,11 +236,14 @@ def logsumexp(
       return_sign: True to return the sign of the sum too; False by default. Without it a negative sum gives NaN.
       where: boolean array that selects the entries that take part, or None (the default) for all entries. It broadcasts
         against `a`, and `a` against it.
+      scale: real number that multiplies `a`, such as the inverse of a temperature, or an array of them with one for each
+        row; None (the default) for 1. An array broadcasts to the shape of the result with `keepdims=False`. It may be
+        traced. Numbers that are negative or 0 have the same meaning as in `softmax`.
       axis_name: name or names of the mesh axes over which `axis` is sharded, for calls inside a `shard_map`; None (the
-        default) if `axis` is not sharded there. All devices must hold parts of equal length. Devices exchange two numbers
-        for each row, in one all-gather. Every device gets the same result, and a `shard_map` with `check_vma=True` knows
-        that it does not vary. Must be None with `b` or `return_sign`. Outside a `shard_map` leave it None: JAX knows how
-        arrays are sharded.
+        default) if `axis` is not sharded there. All devices must hold parts of equal length, and the same `scale`. Devices
+        exchange two numbers for each row, in one all-gather. Every device gets the same result, and a `shard_map` with
+        `check_vma=True` knows that it does not vary, if `scale` does not. Must be None with `b` or `return_sign`. Outside a
+        `shard_map` leave it None: JAX knows how arrays are sharded.
       implementation: name of the implementation that must run: "mosaic", "triton" or "xla". None (the default) takes the
         best one for the platform, shape and dtype. With `b` or `return_sign` only None and "xla" are possible.
 
@@ -232,15 +253,15 @@ def logsumexp(
       promotes the dtype as in `jax.nn.logsumexp`. With `return_sign` the result is a pair: the logarithm of the sum's
       absolute value, and the sign of the sum, in arrays of the same shape.
 
-      The sum of no entries gives `-inf`, and so does a sum in which every entry is `-inf`. If an entry is `+inf`, the
-      result is `+inf`. If an entry is NaN, the result is NaN.
+      The sum of no entries gives `-inf`. With `s = scale * a`, a sum in which every `s` is `-inf` gives `-inf` too. If an
+      `s` is `+inf`, the result is `+inf`. If an `s` is NaN, the result is NaN.
 
     Raises:
-      TypeError: `a` or `b` is not an array of numbers, `axis` is not made of integers, `where` is not boolean, `keepdims`
-        or `return_sign` is not True or False, or `axis_name` is not made of strings.
-      ValueError: `axis` is out of range or names an axis twice, `where` or `b` does not broadcast with `a`, `axis_name` is
-        not a mesh axis of a `shard_map` around the call or comes with `b` or `return_sign`, or there is no
-        `implementation` of this name.
+      TypeError: `a` or `b` is not an array of numbers, `axis` is not made of integers, `where` is not boolean, `scale` is
+        not real, `keepdims` or `return_sign` is not True or False, or `axis_name` is not made of strings.
+      ValueError: `axis` is out of range or names an axis twice, `where` or `b` does not broadcast with `a`, `scale` does
+        not broadcast to the rows or is a number too large for the arithmetic, `axis_name` is not a mesh axis of a
+        `shard_map` around the call or comes with `b` or `return_sign`, or there is no `implementation` of this name.
       NotImplementedError: the named `implementation` cannot run this call. The message gives the reason.
 
     Examples:
@@ -266,16 +287,16 @@ def logsumexp(
         if axis_name is not None:
             what = arguments.shown(axis_name)
             raise ValueError(f"logsumexp: axis_name must be None with b or return_sign, got {what}")
-        return _logsumexp_with_factors(a, axis, b, keepdims, return_sign, where, implementation)
-    operands, params = _arguments("logsumexp", a, axis, where, None, None, implementation, axis_name)
+        return _logsumexp_with_factors(a, axis, b, keepdims, return_sign, where, scale, implementation)
+    operands, params = _arguments("logsumexp", a, axis, where, scale, None, implementation, axis_name)
     if names := params.pop("axis_name", ()):
-        lse = across_devices.logsumexp_of_parts(names, params, operands["x"], operands["where"])
+        lse = across_devices.logsumexp_of_parts(names, params, operands["x"], operands["where"], operands["scale"])
     else:
         (lse,) = bind(primitive.LOGSUMEXP, operands, return_state=False, **params)
     return lse if keepdims else lax.squeeze(lse, params["axes"])
 
 
-def _logsumexp_with_factors(a, axis, b, keepdims, return_sign, where, implementation):
+def _logsumexp_with_factors(a, axis, b, keepdims, return_sign, where, scale, implementation):
     """Calls `jax.nn.logsumexp` in the dtype of the arithmetic; results have the dtypes that it gives without a cast."""
     if implementation not in (None, "xla"):
         check_implementation(SOFTMAX_FAMILY, "logsumexp", implementation)
@@ -296,7 +317,10 @@ def _logsumexp_with_factors(a, axis, b, keepdims, return_sign, where, implementa
     acc = accumulator(*(array.dtype for array in arrays))
     with jax.numpy_dtype_promotion("standard"):
         types = jax.eval_shape(call, *arrays)
-    results = call(*(array.astype(acc) for array in arrays))
+    arrays = [array.astype(acc) for array in arrays]
+    if scale is not None:
+        arrays[0] = scores(arrays[0], row_scale("logsumexp", scale, a.shape, params["axes"], acc))
+    results = call(*arrays)
     return jax.tree.map(lambda result, kind: result.astype(kind.dtype), results, types)
 
 

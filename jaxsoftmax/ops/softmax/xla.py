@@ -134,6 +134,18 @@ def scores_tangent(x, scale, dx, dscale):
     return sum(parts[1:], start=parts[0])
 
 
+@jax.custom_jvp
+def scores(x, scale) -> jax.Array:
+    """Computes `scale * x`, whose tangent is that of `scores_tangent`."""
+    return _scaled(x, scale)
+
+
+@scores.defjvp
+def _scores_jvp(primals, tangents):
+    out = scores(*primals)
+    return out, scores_tangent(*primals, *tangents).astype(out.dtype)
+
+
 def state_of(x, where, scale, axes, acc):
     """Returns the state `(m, d)` of rows in the dtype `acc`, with a finite `m`."""
     m = online.finite(_max(x, where, scale, axes, acc))

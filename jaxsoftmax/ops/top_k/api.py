@@ -135,8 +135,9 @@ def softmax_top_k(
         converts them: to float32, or to float64 if they have 64 bits.
       k: number of weights to return, a concrete integer from 0 to the size of `axis`.
       axis: axis of the softmax; -1 by default. It is counted in the shape to which `logits` and `where` broadcast.
-      scale: real scalar that multiplies `logits`; None (the default) for 1. It may be traced. If it is negative, the
-        smallest logits come first.
+      scale: real number that multiplies `logits`, or an array of them with one for each row; None (the default) for 1. An
+        array broadcasts to the shape of the result without `axis`. It may be traced. Where it is negative, the smallest
+        logits come first. Where it is 0, all weights are the same, and the largest logits come first.
       where: boolean array that selects the entries that take part, or None (the default) for all entries. It broadcasts
         against `logits`, and `logits` against it. Entries that are not selected have weight 0.
       normalize: "all" (the default) for weights of the softmax over the whole row. "selected" for weights of the softmax
@@ -157,9 +158,9 @@ def softmax_top_k(
     Raises:
       TypeError: `logits` are not an array of numbers or are bool or complex, `k` or `axis` is not a concrete integer,
         `where` is not boolean, `scale` is not real, or `return_lse` is not True or False.
-      ValueError: `k` or `axis` is out of range, `where` does not broadcast with `logits`, `scale` is not a scalar or too
-        large for the arithmetic, `normalize` is neither "all" nor "selected", or there is no `implementation` of this
-        name.
+      ValueError: `k` or `axis` is out of range, `where` does not broadcast with `logits`, `scale` does not broadcast to the
+        rows or is a number too large for the arithmetic, `normalize` is neither "all" nor "selected", or there is no
+        `implementation` of this name.
       NotImplementedError: the named `implementation` cannot run this call. The message gives the reason.
 
     Examples:

@@ -25,9 +25,10 @@ PARAMS: dict[str, dict[str, Any]] = {
 
 
 def operands_of(name: str, shape, dtype, *, axis=-1, mask=None) -> dict[str, Any]:
-    """Returns types of the operands of an operation by name."""
+    """Returns types of the operands of an operation by name, without a scale and what entropies need."""
     row = tuple(1 if place == axis % len(shape) else size for place, size in enumerate(shape))
     kinds = {"x": (shape, dtype), "labels": (row, "int32"), "where": None if mask is None else (mask, "bool")}
+    kinds |= {"scale": None, "e": None}
     kinds = {own.name: kinds.get(own.name, (row, "float32")) for own in operation_of(name).operands}
     return {own: jax.ShapeDtypeStruct(*kind) for own, kind in kinds.items() if kind is not None}
 

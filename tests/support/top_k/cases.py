@@ -34,20 +34,24 @@ def taken(whole, indices, axis=-1):
 
 
 def weights_of(x, k, normalize, scale=None, where=None):
-    """Returns the truth of `softmax_top_k`: the weights, their indices, and the log-sum-exp."""
-    turned = -x if scale is not None and scale < 0 else x
+    """Returns the truth of `softmax_top_k`: the weights, their indices, and the log-sum-exp.
+
+    The scale is one number, or one for each row.
+    """
+    scale = None if scale is None else np.float64(np.float32(scale))[..., None]
+    turned = x if scale is None else np.where(scale < 0, -x, x)
     indices = truth(turned, k, where=where)[1]
     if normalize == "all":
         weights = taken(oracle.softmax(x, -1, where, scale), indices)
     else:
         seen = None if where is None else np.take_along_axis(np.broadcast_to(where, x.shape), indices, -1)
         weights = oracle.softmax(np.take_along_axis(x, indices, -1), -1, seen, scale)
-    lse = oracle.logsumexp(oracle.to64(x) * (1 if scale is None else np.float64(np.float32(scale))), -1, where)
-    return weights, indices, lse
+    return weights, indices, oracle.logsumexp(x, -1, where, scale)
 
 
 def plain_softmax_top_k(x, k, *, scale=1.0, where=None, normalize="all", return_lse=False):
     """Computes `softmax_top_k` by `jax.nn` and `jax.lax`."""
+    scale = scale[..., None] if jnp.ndim(scale) else scale
     scores = x * scale if where is None else jnp.where(where, x * scale, -jnp.inf)
     found, indices = jax.lax.top_k(scores, k)
     lse = jax.nn.logsumexp(scores, -1)
