@@ -31,7 +31,7 @@ class Decision:
     Attributes:
       primitive: name of the primitive, such as "softmax" or "softmax_jacobian".
       operands: types of the operands that the implementation gets, such as "float32[8,128]". If the program casts an
-        operand to float32, kernels get the operand before the cast.
+        operand to float32, or multiplies or divides it by a number for each row, kernels may get the operand before that.
       implementation: name of the implementation that runs: "mosaic", "triton" or "xla".
       plan: description of how it runs, in words that may change: for a kernel of rows where rows are held, threads, and blocks
         of a cluster; for one of attention tiles, stages and warpgroups. "XLA" for the reference.
@@ -287,6 +287,8 @@ def _plan(
         return Refusal(f"it runs on {' and '.join(kernels.platforms)}, not on {target.platform}")
     if obstacle is not None:
         return Refusal(obstacle)
+    if "factor" in problem.operands and not kernels.takes_factor:
+        return Refusal("it multiplies its operand by no factor")
     if problem.is_symbolic:
         return Refusal("shapes must be known while lowering, and these are symbolic")
     if (reason := compat.missing()) is not None:

@@ -10,6 +10,8 @@ operand, for which XLA may write it anyway.
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jax.interpreters import mlir
@@ -48,17 +50,97 @@ def widened_from(value: mlir.ir.Value) -> mlir.ir.Value | None:
         return None
     if operation.name == "stablehlo.convert":
         source = operation.operands[0]
-        return source if str(_type(value).element_type) == "f32" and narrow_dtype(source) else None
+        return source if _dtype(value) == "f32" and narrow_dtype(source) else None
     if operation.name in _MOVES and (source := widened_from(operation.operands[0])) is not None:
-        attributes = {name: operation.attributes[name] for name in operation.attributes}
-        moved = mlir.ir.RankedTensorType.get(_type(value).shape, _type(source).element_type)
-        return mlir.ir.Operation.create(operation.name, [moved], [source], attributes).result
+        return _moved(operation, source)
     return None
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """The two factors of a product that is an operand of scores."""
+
+    source: mlir.ir.Value  # as large as the product; as it was before a cast to float32
+    factor: mlir.ir.Value  # float32, of as many axes, and of size 1 along the axes of a row
+
+
+def scaled_from(value: mlir.ir.Value, axes: Sequence[int]) -> Scaled | None:
+    """Returns what `value` is a product, or quotient, of if one side is constant along `axes`, or None.
+
+    The arithmetic is that of float32, bfloat16 or float16. A quotient becomes a product with the reciprocal, and the factors of
+    several products become one; both are computed in float32. If the product was reshaped, transposed, sliced or resharded, the
+    same is done to the source.
+    """
+    source, factor = value, None
+    while (sides := _sides(source, axes)) is not None:
+        source, another = sides
+        factor = another if factor is None else _product(another, factor)
+    if factor is not None:
+        return Scaled(widened_from(source) or source, factor)
+    operation = _definition(value)
+    if operation is None or operation.name not in _MOVES - {"stablehlo.broadcast_in_dim"}:
+        return None
+    product = operation.operands[0]
+    is_in_place = operation.name == "sdy.sharding_constraint"
+    scaled = scaled_from(product, axes if is_in_place else range(_type(product).rank))
+    if scaled is None:
+        return None
+    return Scaled(_moved(operation, scaled.source), scaled.factor if is_in_place else _number(scaled.factor, value))
+
+
+def _sides(value, axes) -> tuple[Any, Any] | None:
+    """Returns the source and the factor of the product, or quotient, that `value` is, or None."""
+    operation = _definition(value)
+    if operation is None or _dtype(value) not in ("f32", *_NARROW):
+        return None
+    if operation.name not in ("stablehlo.multiply", "stablehlo.divide"):
+        return None
+    is_quotient = operation.name == "stablehlo.divide"
+    source, other = operation.operands
+    number = _constant_along(other, axes)
+    if number is None and not is_quotient:
+        other, source = source, other
+        number = _constant_along(other, axes)
+    if number is None:
+        return None
+    shape = _type(number).shape
+    number = _made("stablehlo.convert", shape, "f32", number)
+    return source, _made("stablehlo.divide", shape, "f32", _ones(number), number) if is_quotient else number
+
+
+def _constant_along(value, axes) -> mlir.ir.Value | None:
+    """Returns `value` with size 1 along `axes` if it is known to be constant along them, else None.
+
+    The result may have size 1 along other axes too.
+    """
+    operation, shape = _definition(value), _type(value).shape
+    if operation is None:
+        return None
+    if operation.name == "sdy.sharding_constraint":
+        return _constant_along(operation.operands[0], axes)
+    if operation.name == "stablehlo.convert" and (number := _constant_along(operation.operands[0], axes)) is not None:
+        return _made("stablehlo.convert", _type(number).shape, _dtype(value), number)
+    if operation.name == "stablehlo.constant":
+        values = mlir.ir.DenseElementsAttr(operation.attributes["value"])
+        if not values.is_splat:
+            return None
+        one = mlir.ir.RankedTensorType.get([1] * len(shape), _type(value).element_type)
+        splat = mlir.ir.DenseElementsAttr.get_splat(one, values.get_splat_value())
+        return mlir.ir.Operation.create("stablehlo.constant", [one], [], {"value": splat}).result
+    if operation.name != "stablehlo.broadcast_in_dim":
+        return None
+    number, sizes = operation.operands[0], [1] * len(shape)
+    dims = mlir.ir.DenseI64ArrayAttr(operation.attributes["broadcast_dimensions"])
+    for axis, size in zip(dims, _type(number).shape, strict=True):
+        sizes[axis] = size
+    if any(sizes[axis] != 1 for axis in axes):
+        return None
+    return _made("stablehlo.reshape", sizes, _dtype(value), number)
 
 
 def narrow_dtype(value: mlir.ir.Value) -> str | None:
     """Returns the name of the dtype of `value` if it is float16 or bfloat16, else None."""
-    return _NARROW.get(str(_type(value).element_type))
+    return _NARROW.get(_dtype(value))
 
 
 def is_fused(value: mlir.ir.Value, functions: mlir.ir.SymbolTable | None) -> bool:
@@ -153,3 +235,41 @@ def _definition(value) -> Any:
 
 def _type(value):
     return mlir.ir.RankedTensorType(value.type)
+
+
+def _dtype(value) -> str:
+    return str(_type(value).element_type)
+
+
+# Operations that are emitted beside the one that is lowered. XLA leaves out those that nothing uses.
+
+
+def _made(name: str, shape: Sequence[int], dtype: str, *operands: Any, **attributes: Any) -> mlir.ir.Value:
+    """Emits an operation with one result of this shape and dtype."""
+    result = mlir.ir.RankedTensorType.get(shape, mlir.ir.Type.parse(dtype))
+    return mlir.ir.Operation.create(name, [result], operands, attributes).result
+
+
+def _moved(operation, source) -> mlir.ir.Value:
+    """Emits the operation, one of _MOVES, on `source` in place of its operand."""
+    attributes = {name: operation.attributes[name] for name in operation.attributes}
+    return _made(operation.name, _type(operation.results[0]).shape, _dtype(source), source, **attributes)
+
+
+def _number(value, beside) -> mlir.ir.Value:
+    """Emits the one element of `value` with as many axes as `beside` has."""
+    return _made("stablehlo.reshape", [1] * _type(beside).rank, _dtype(value), value)
+
+
+def _ones(beside) -> mlir.ir.Value:
+    """Emits an array of ones, of the type of `beside`."""
+    value = mlir.ir.Attribute.parse(f"dense<1.0> : {beside.type}")
+    return _made("stablehlo.constant", _type(beside).shape, _dtype(beside), value=value)
+
+
+def _product(left, right) -> mlir.ir.Value:
+    """Emits the product of two float32 arrays, each of the size of the other or 1 along each axis."""
+    shape = [max(sizes) for sizes in zip(_type(left).shape, _type(right).shape, strict=True)]
+    dims = mlir.ir.DenseI64ArrayAttr.get(list(range(len(shape))))
+    sides = [_made("stablehlo.broadcast_in_dim", shape, "f32", side, broadcast_dimensions=dims) for side in (left, right)]
+    return _made("stablehlo.multiply", shape, "f32", *sides)

@@ -63,6 +63,7 @@ class ReferencePlan:
 
     def run(self, **operands: jax.Array | None) -> Any:
         operation, dtypes = self.problem.operation, self.problem.dtypes
+        operands = operation.multiplied(operands)
         cast = {name: a.astype(dtypes[name]) for name, a in operands.items() if a is not None and name in dtypes}
         machine = {"machine": self.problem.machine} if operation.knows_machine else {}
         return self.function(**dict.fromkeys(operation.by_name) | operands | cast, **self.problem.params, **machine)

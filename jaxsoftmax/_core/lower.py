@@ -40,6 +40,7 @@ class Site:
     implementation: str | None  # name of the one that must run, or None
     axis_name: tuple[str, ...]  # mesh axes of a `shard_map` around over which rows are sharded
     params: tuple[tuple[str, Any], ...]  # the other parameters of the operation, by name
+    factored: "Site | None" = None  # the same call with an operand `factor`, see `_factored`
 
     def named(self, operands: Sequence[Any]) -> dict[str, Any]:
         return dict(zip(self.names, operands, strict=True))
@@ -58,9 +59,36 @@ def lower(operation: Operation, ctx, *operands, names, implementation, axis_name
             fused.append(name)
     dtypes = tuple(aval.dtype for aval in ctx.avals_in)
     site = Site(operation, names, dtypes, frozenset(fused), implementation, axis_name, tuple(params.items()))
+    if (name := operation.factor_of) in fused and dtypes[names.index(name)] == avals[names.index(name)].dtype:
+        site = _factored(site, ctx, sources, avals)
     bound = functools.partial(_call.bind, results=tuple(ctx.avals_out), site=site)
     with sharding.on_mesh_of(avals):
         return mlir.lower_fun(bound)(ctx.replace(avals_in=avals), *sources)
+
+
+def _factored(site: Site, ctx, operands: list[Any], avals: list[Any]) -> Site:
+    """Looks for a factor that a kernel can take in, in the operand that XLA would compute.
+
+    If there is one, this appends the two sides of the product to the operands and their types. The reference runs on the
+    product as before, and a kernel on the two sides. XLA leaves out what is not used.
+    """
+    operation, params = site.operation, dict(site.params)
+    kernels, name = operation.op.kernels.values(), operation.factor_of
+    at = site.names.index(name)
+    platforms = {target_for(platform).platform for platform in compat.platforms(ctx)}
+    if site.axis_name or not any(each.takes_factor and platforms & {*each.platforms} for each in kernels):
+        return site
+    if (scaled := fusion.scaled_from(operands[at], params["axes"])) is None:
+        return site
+    fused = site.fused if fusion.is_fused(scaled.source, compat.of_module(ctx, "symbol_table")) else site.fused - {name}
+    product, narrow = avals[at], fusion.narrow_dtype(scaled.source)
+    operands += [scaled.source, scaled.factor]
+    avals += [
+        product if narrow is None else product.update(dtype=np.dtype(narrow)),
+        sharding.of_rows(product, mlir.ir.RankedTensorType(scaled.factor.type).shape, np.dtype(np.float32)),
+    ]
+    factored = replace(site, names=(*site.names, "factor"), dtypes=(*site.dtypes, avals[-1].dtype), fused=fused)
+    return replace(site, factored=factored)
 
 
 @dataclass(frozen=True)
@@ -75,10 +103,10 @@ class Runner:
     reaches_peers: bool  # True if a kernel may store to the memory of the other devices
     obstacle: str | None = None  # a reason that leaves everything to the reference, or None
 
-    def choose(self, operation: Operation, types, n_devices: int = 1, obstacle=None, **params) -> Choice:
+    def choose(self, operation: Operation, types, n_devices: int = 1, obstacle=None, is_optional=False, **params) -> Choice:
         """Chooses the plan for operands of these types by name; XLA would run the reference on `n_devices`."""
         problem = self._problem(operation, types, params, machine=Machine(n_devices, self.known_target))
-        return choose(problem, self.target, self.forced, obstacle or self.obstacle)
+        return choose(problem, self.target, self.forced, obstacle or self.obstacle, is_optional)
 
     def run(self, choice: Choice, operands) -> list[Any]:
         """Runs a plan, and shows it to `explain`."""
@@ -208,12 +236,14 @@ class Placement:
     def on_shard(self, *operands, cuts) -> list[Any]:
         """Computes the results from shards of the operands, which are cut as `cuts` says."""
         site, cuts, params = self.site, cuts | self.manual, dict(self.site.params)
-        named = site.named(operands)
+        named, runner = site.named(operands), self.runner
         knows_cuts = bool(cuts) or self.depends_on_cuts
         if not (knows_cuts or self.is_reordered):
-            return self.runner(site.operation, named, **params)
+            return runner(site.operation, named, **params)
+        if "factor" in named:  # the rules take none
+            named, runner = site.operation.multiplied(named), replace(runner, fused=runner.fused | {site.operation.factor_of})
         with compat.unchecked() if self.manual else contextlib.nullcontext():
-            return _across_devices(site.operation, self.runner, named, cuts, params, bool(self.manual), knows_cuts)
+            return _across_devices(site.operation, runner, named, cuts, params, bool(self.manual), knows_cuts)
 
     def is_partitioned(self, choice: Choice, avals) -> bool:
         """Tells whether the results are computed on shards, and not left to XLA's partitioner."""
@@ -250,6 +280,8 @@ def _placement(platform, ctx, site: Site) -> Placement:
 @compat.without_directories()
 def _lower_call(platform, ctx, *operands, site: Site, results):
     """Chooses a plan and runs it: the rule for a platform, or for each platform that has no rule of its own."""
+    if (factored := site.factored) is not None:
+        site, ctx, operands = _with_or_without_factor(platform, ctx, operands, site, factored)
     operation, params = site.operation, dict(site.params)
     placement = _placement(platform, ctx, site)
     # What varies over axes of a shard_map around matters to no implementation, and kernels that write in place refuse it.
@@ -277,6 +309,22 @@ def _lower_call(platform, ctx, *operands, site: Site, results):
         return _emit(whole, bare, operands)
     with sharding.on_no_mesh():
         return _emit(whole, ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]), operands)
+
+
+def _with_or_without_factor(platform, ctx, operands, site: Site, factored: Site):
+    """Returns the site, context and operands with the factor if a kernel takes it, else without."""
+    *product, source, factor = range(len(operands))
+    sides = [source if name == site.operation.factor_of else index for index, name in enumerate(site.names)]
+
+    def selected(indices):
+        return ctx.replace(avals_in=[ctx.avals_in[index] for index in indices]), [operands[index] for index in indices]
+
+    context, arrays = selected([*sides, factor])
+    placement, params = _placement(platform, context, factored), dict(site.params)
+    types = factored.named(context.avals_in)
+    # An implementation that is forced, and takes no factor, runs on the product.
+    choice = placement.runner.choose(site.operation, types, placement.n_devices, placement.obstacle, is_optional=True, **params)
+    return (replace(site, factored=None), *selected(product)) if choice.is_reference else (factored, context, arrays)
 
 
 def _emit(function: Callable[..., Any], ctx, operands):

@@ -21,6 +21,7 @@ class Kernels:
 
     generations: Mapping[int, Callable[[], Any]]
     platforms: tuple[str, ...] = ("cuda",)
+    takes_factor: bool = False  # True if they take the operand `factor`: see `Operation.factor_of`
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +88,8 @@ class Operation:
       is_reordered: `is_reordered(**params)` tells whether operands are in an order that only the rule in `op.across_devices`
         undoes, also on one device.
       depends_on_cuts: `depends_on_cuts(**params)` tells whether a parameter is an error where no axis of `joined` is sharded.
+      factor_of: name of an operand of scores. If it is computed as a product with one number for each row, kernels may get it
+        as it was before, and the number as an operand `factor`, which is float32 and has size 1 along the rows. "" for none.
       whole_in_batch: `whole_in_batch(**params)` names operands that never have size 1 along an axis of the batch.
     """
 
@@ -103,6 +106,7 @@ class Operation:
     is_reordered: Callable[..., bool] = lambda **params: False
     depends_on_cuts: Callable[..., bool] = lambda **params: False
     whole_in_batch: Callable[..., Sequence[str]] = lambda **params: ()
+    factor_of: str = ""
 
     # These follow from the others: operands by name, and whether operands and results all have the same axes.
     by_name: dict[str, Operand] = field(init=False)
@@ -117,4 +121,11 @@ class Operation:
         out: list[Axes] = [()] * n_results
         if self.results is not None:
             out = [result.axes for result in self.results(**params)]
-        return [self.by_name[name].axes for name in names], out
+        return [() if self.is_aligned else self.by_name[name].axes for name in names], out
+
+    def multiplied(self, operands: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns operands by name without `factor`: the operand that it belongs to is multiplied by it, in float32."""
+        operands = dict(operands)
+        if (factor := operands.pop("factor", None)) is not None:
+            operands[self.factor_of] = operands[self.factor_of].astype(factor.dtype) * factor
+        return operands

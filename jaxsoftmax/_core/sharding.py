@@ -233,6 +233,13 @@ def typed_alike(
     ]
 
 
+def of_rows(aval: Any, shape: Sequence[int], dtype: Any) -> Any:
+    """Returns a type of this shape and dtype, sharded as `aval` is along axes that are longer than 1."""
+    spec = (*aval.sharding.spec, *(None,) * (len(shape) - len(aval.sharding.spec)))
+    spec = PartitionSpec(*(None if size == 1 else axes for size, axes in zip(shape, spec, strict=True)))
+    return aval.update(shape=tuple(shape), dtype=dtype, weak_type=False, sharding=NamedSharding(aval.sharding.mesh, spec))
+
+
 def on_no_mesh() -> Any:
     """Returns a context in which new arrays have no sharding, whatever mesh the user set."""
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))

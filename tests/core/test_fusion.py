@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxsoftmax import explain, log_softmax, logsumexp, softmax
+from jaxsoftmax._core import lower
 from jaxsoftmax._core.implementation import ReferencePlan, Refusal
 from jaxsoftmax._core.problem import Problem
 from jaxsoftmax.ops.softmax import across_devices
@@ -267,6 +268,100 @@ def test_derivatives_get_operands_before_casts_and_give_the_same_dtypes(noting, 
     }[op]
 
 
+# Factors.
+
+S, ROWS, LONG = shape(dtype=F), shape(8, dtype=F), shape(8, 32768)
+WIDE = shape(8, 128, dtype=F)
+
+# Products in front of an op, and the operand that a kernel then reads, or None if it reads the product.
+FACTORS = {
+    "a number": (lambda x: x / 0.7, [WIDE], "float32[8,128]"),
+    "a scalar": (lambda x, s: s * x, [WIDE, S], "float32[8,128]"),
+    "one for each row": (lambda x, s: x / s[:, None], [WIDE, ROWS], "float32[8,128]"),
+    "a constant array": (lambda x: x * np.full((8, 128), 3, np.float32), [WIDE], "float32[8,128]"),
+    "of 16 bits": (lambda x, s: x / s, [X, shape()], "bfloat16[8,128]"),
+    "behind a cast": (lambda x, s: x.astype(F) / s, [X, S], "bfloat16[8,128]"),
+    "two": (lambda x, s, r: x.astype(F) * r[:, None] / s, [X, S, ROWS], "bfloat16[8,128]"),
+    "of a widened product": (lambda x, w: (x @ w).astype(F) * F(0.3), [X, W], "bfloat16[8,128]"),
+    "reshaped": (lambda x, s: (x / s).reshape(2, 4, 128), [WIDE, S], "float32[2,4,128]"),
+    "in a map over both": (jax.vmap(lambda x, s: x / s), [WIDE, ROWS], "float32[8,128]"),
+    "along the row": (lambda x, v: x / v[None], [WIDE, shape(128, dtype=F)], None),
+    "of rows, reshaped": (lambda x, r: (x / r[:, None]).reshape(2, 4, 128), [WIDE, ROWS], None),
+    "not constant": (lambda x, y: x * y, [WIDE, WIDE], None),
+    "the dividend": (lambda x: 1 / x, [WIDE], None),
+    "of a sum": (lambda x, s: jnp.tanh(x) / s, [WIDE, S], None),
+    "in a map over factors": (jax.vmap(lambda x, s: x / s, (None, 0)), [WIDE, ROWS], None),
+}
+
+
+@pytest.mark.parametrize("name", FACTORS)
+@pytest.mark.parametrize("op", [log_softmax, logsumexp])
+def test_a_kernel_takes_a_factor_of_rows(op, name):
+    f, avals, expected = FACTORS[name]
+    (decision,) = explain(lambda *args: op(f(*args), axis=-1), *avals, gpu="h100")
+    assert decision.implementation == ("xla" if expected is None else "mosaic")
+    assert decision.plan.endswith(", times a factor") == (expected is not None)
+    assert expected in (None, decision.operands[0])
+
+
+def test_softmax_takes_a_factor_unless_a_cast_back_may_follow():
+    def f(x, s):
+        return softmax(x.astype(F) / s)
+
+    assert [explain(f, x, S, gpu="h100")[0].implementation for x in (WIDE, LONG, X)] == ["mosaic", "mosaic", "xla"]
+    (decision,) = explain(lambda x, s: softmax(x / s[None], axis=0), WIDE, shape(128, dtype=F), gpu="h100")
+    assert decision.plan.endswith(", times a factor")
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.float64, jnp.complex64])
+def test_other_arithmetic_keeps_its_factor(dtype):
+    with jax.enable_x64(True):
+        (decision,) = explain(lambda x: softmax(x * jnp.asarray(2, dtype)), shape(8, 128, dtype=dtype), gpu="h100")
+    assert decision.implementation == "xla"
+
+
+@pytest.mark.parametrize("op", [softmax, log_softmax, logsumexp])
+def test_gradients_behind_a_factor(op):
+    """Behind a kernel the factor of the gradient would be one more pass over memory, unless the kernel is forced."""
+
+    def gradient(x, s, c, **options):
+        return jax.vjp(lambda x: op(x / s, axis=-1, **options), x)[1](c)
+
+    c = jax.eval_shape(functools.partial(op, axis=-1), WIDE)
+    both = explain(gradient, WIDE, S, c, gpu="h100")
+    assert [d.implementation for d in both] == ["mosaic", "mosaic" if op is softmax else "xla"]
+    forced = explain(functools.partial(gradient, implementation="mosaic"), WIDE, S, c, gpu="h100")
+    assert [d.plan.endswith("a factor") for d in forced] == [True, op is not softmax]
+
+
+@pytest.mark.parametrize("op", [log_softmax, logsumexp])
+def test_a_state_of_16_bits_is_that_of_the_rounded_product(op):
+    both = explain(lambda x, s: jax.vjp(lambda x: op(x * s, axis=-1), x), X, shape(), gpu="h100")
+    assert [d.implementation for d in both] == ["xla"]
+
+
+def test_the_reference_computes_what_it_computed_without_the_factor(monkeypatch):
+    module = Noting()
+    module.unsupported_dtypes = ("bfloat16", "float32")
+
+    def compiled():
+        with kernels.plugged_in("softmax", "noting", lambda: module, "cpu", takes_factor=True):
+            f = jax.jit(lambda x, s: jax.value_and_grad(lambda x: jnp.sum(log_softmax(x.astype(F) / s)[:, 0]))(x))
+            return f.lower(X, S).compile().as_text().split("\n", 1)[1]  # behind the name of the module
+
+    programs = []
+    for takes_factor in (True, False):
+        if not takes_factor:
+            monkeypatch.setattr(lower, "_factored", lambda site, *_: site)
+        programs.append(compiled())
+    assert programs[0] == programs[1]
+
+
+def test_a_kernel_that_is_forced_and_takes_no_factor_gets_the_product(noting):
+    (decision,) = explain(lambda x: softmax(x * B(2), implementation="noting"), X)
+    assert (decision.implementation, noting.told[-1][1][0]) == ("noting", True)
+
+
 # What is made of it.
 
 
@@ -342,6 +437,24 @@ def test_shards(noting, kind, spec, constrained):
     assert of_parts <= set(noting.told) <= of_whole_rows | of_parts
     assert {dtypes[0] for _, dtypes in noting.ran} == {"bfloat16"}
     assert collectives_of(compiled)[1] <= 64  # states of rows
+
+
+@MESHES
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data"), P("data", "model")], ids=["rows", "columns", "both"])
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("op", [softmax, logsumexp])
+def test_shards_behind_a_factor(op, kind, spec, per_row):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
+    module, rows = Noting(), P(spec[0] if per_row else None)
+    with kernels.plugged_in("softmax", "noting", lambda: module, "cpu", takes_factor=True), jax.set_mesh(mesh):
+        x = jax.device_put(sample("bfloat16"), NamedSharding(mesh, spec))
+        s = jax.device_put(jnp.linspace(-2, 1, 8)[:, None] if per_row else jnp.full((1, 1), 0.7), NamedSharding(mesh, rows))
+        y = jax.jit(lambda x, s: op(x.astype(F) / s, axis=-1, implementation="noting"))(x, s)
+    assert oracle.error(y, getattr(oracle, op.__name__)(oracle.to64(x) / oracle.to64(s), -1)) <= 1
+    told = [(fused[0], dtypes[0]) for name, fused, dtypes in module.told if name == op.__name__]
+    assert (False, "bfloat16") in told  # the source, and no product
+    if spec == P("data"):
+        assert set(told) == {(False, "bfloat16")}
 
 
 def test_a_shard_map_that_the_user_writes(noting):

@@ -121,7 +121,7 @@ FAULTS = (
     Fault(
         "fusion: a cast to any dtype is taken back",
         f"{_CORE}/fusion.py",
-        """return source if str(_type(value).element_type) == "f32" and narrow_dtype(source) else None""",
+        """return source if _dtype(value) == "f32" and narrow_dtype(source) else None""",
         """return source if narrow_dtype(source) else None""",
         "tests/core/test_fusion.py -k no_other_cast",
     ),
@@ -131,6 +131,20 @@ FAULTS = (
         """ == "1.000000e+00\"""",
         """ != "0.000000e+00\"""",
         "tests/core/test_fusion.py -k 'known_whether or times_one'",
+    ),
+    Fault(
+        "fusion: a factor may differ along the row",
+        f"{_CORE}/fusion.py",
+        "if any(sizes[axis] != 1 for axis in axes):",
+        "if False:",
+        "tests/core/test_fusion.py -k takes_a_factor",
+    ),
+    Fault(
+        "fusion: a quotient is a product with the divisor",
+        f"{_CORE}/fusion.py",
+        """is_quotient = operation.name == "stablehlo.divide\"""",
+        "is_quotient = False",
+        "tests/core/test_fusion.py -k shards_behind",
     ),
     Fault(
         "implementation: the reference gets scores before their cast",
@@ -2135,6 +2149,20 @@ FAULTS = (
         "tests/core/test_row_plans.py -k rows_that_devices_share",
     ),
     Fault(
+        "softmax: a factor makes entries behind the end of a row positive",
+        f"{_SOFTMAX}/mosaic_sm90.py",
+        "product = apply_mask(inside, each(lambda x: x * along, x), -jnp.inf)",
+        "product = each(lambda x: x * along, x)",
+        "tests/softmax/test_emulated.py -k factors",
+    ),
+    Fault(
+        "softmax: a state is that of a product that the reference rounds to 16 bits",
+        f"{_SOFTMAX}/mosaic_sm90.py",
+        """is_rounded = problem.operands["x"].dtype.itemsize == 2 and "x" not in problem.dtypes""",
+        "is_rounded = False",
+        "tests/core/test_fusion.py -k state_of_16_bits",
+    ),
+    Fault(
         "softmax problem: logsumexp stores as many results as it reads",
         f"{_SOFTMAX}/problem.py",
         "written=(self.dtype.itemsize,) if self.writes_rows else ()",
@@ -2151,8 +2179,8 @@ FAULTS = (
     Fault(
         "softmax implementations: the kernels are another generation's",
         f"{_SOFTMAX}/implementations.py",
-        "Kernels({9: _mosaic_sm90})",
-        "Kernels({8: _mosaic_sm90})",
+        "Kernels({9: _mosaic_sm90}",
+        "Kernels({8: _mosaic_sm90}",
         "tests/softmax/test_mosaic.py -k other_gpus_are_refused",
     ),
     Fault(
@@ -2175,6 +2203,13 @@ FAULTS = (
         "if is_along(scale, axes):",
         "if False:",
         "tests/softmax/test_triton.py -k scale_of_each_row",
+    ),
+    Fault(
+        "softmax: a gradient takes the factor of its operand in",
+        f"{_SOFTMAX}/profit.py",
+        "problem.operation in (LOG_SOFTMAX_VJP, LOGSUMEXP_VJP)",
+        "problem.operation in ()",
+        "tests/core/test_fusion.py -k gradients_behind",
     ),
     Fault(
         "softmax profit: rows of 255 entries beside each other run on kernels",

@@ -1,5 +1,7 @@
 """The Mosaic GPU kernels of the softmax family, emulated: all that Pallas's interpreter refuses, as it is written in PTX."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -142,6 +144,39 @@ def test_masks_and_scales_are_taken(name, dtype, cols, kind, scaled):
     where[0, 0] = False  # rows with nothing to see
     x = cases.inputs(shape, dtype)["wide"]
     check(name, x, dtype, where=where, scale=np.float32(-0.3) if scaled else None)
+
+
+@pytest.mark.parametrize("name", cases.OPS)
+@pytest.mark.parametrize("cols", [100, pytest.param(5001, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("divides", [True, False])
+def test_factors_in_front_are_taken(name, cols, divides):
+    """`-inf` stays so behind a positive factor, and behind 0 or infinity results are those of the reference."""
+    rng = np.random.default_rng(4)
+    numbers = np.asarray([0.7, -1.3, 2.5, 1000, 0, -0.0, np.inf, np.nan], np.float32)[:, None]
+    x = jnp.asarray(rng.standard_normal((len(numbers), cols)), jnp.bfloat16).at[:4:2, 3:9].set(-jnp.inf)
+    c = np.asarray(rng.uniform(-1, 1, x.shape[:1] if name == "logsumexp" else x.shape), np.float32)
+
+    def both(implementation):
+        def op(x):
+            wide = x.astype(jnp.float32)
+            scores = wide / numbers if divides else wide * numbers
+            return getattr(jaxsoftmax, name)(scores, axis=-1, implementation=implementation)
+
+        y, vjp = jax.vjp(op, x)
+        return y, vjp(c)[0]
+
+    with emulating() as ran:
+        found = jax.block_until_ready(jax.jit(functools.partial(both, "mosaic"))())
+        assert [d.plan.endswith(", times a factor") for d in jaxsoftmax.explain(functools.partial(both, "mosaic"))] == [
+            True,
+            name != "softmax",
+        ]
+    assert dict.fromkeys(ran) == dict.fromkeys(f"{KERNELS[name][at]}_mosaic" for at in (0, 2)), ran
+    with np.errstate(divide="ignore"):
+        scores = oracle.to64(x)[:4] / numbers[:4] if divides else oracle.to64(x)[:4] * oracle.to64(numbers[:4])
+    assert oracle.error(found[0][:4], getattr(oracle, name)(scores, -1)) <= 1
+    for actual, expected in zip(found, jax.jit(functools.partial(both, "xla"))(), strict=True):
+        np.testing.assert_allclose(oracle.to64(actual), oracle.to64(expected), rtol=2**-7, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -37,13 +37,12 @@ _KERNEL = re.compile(r"\\00(?!stable_)(\w+)_mosaic_gpu\\00")
 
 
 @contextlib.contextmanager
-def plugged_in(op: str, name: str, load: Callable[[], Any], *platforms: str) -> Iterator[None]:
+def plugged_in(op: str, name: str, load: Callable[[], Any], *platforms: str, takes_factor: bool = False) -> Iterator[None]:
     """Makes a module the only implementation of `op` beside the reference, on `platforms`, inside the context."""
     primitives = {compiled for this, (compiled, _) in primitive._primitives.items() if this.op.name == op}
     added = primitives - prim_requires_devices_during_lowering
-    with mock.patch.dict(
-        OPS[op].kernels, {name: Kernels({9: load} if platforms == ("cuda",) else {0: load, 9: load}, platforms)}, clear=True
-    ):
+    generations = {9: load} if platforms == ("cuda",) else {0: load, 9: load}
+    with mock.patch.dict(OPS[op].kernels, {name: Kernels(generations, platforms, takes_factor)}, clear=True):
         for each in primitives:
             compat.require_devices(each)
         try:

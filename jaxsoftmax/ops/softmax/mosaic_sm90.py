@@ -16,7 +16,7 @@ Source: Milakov and Gimelshein 2018, arXiv:1805.02867, section 3.1.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -61,12 +61,14 @@ class SoftmaxPlan:
     remark: str | None = None
 
     def describe(self) -> str:
-        return self.row_plan.describe()
+        return self.row_plan.describe() + (", times a factor" if self.problem.is_product else "")
 
-    def run(self, **operands: jax.Array | None) -> list[jax.Array]:
+    def run(self, *, factor: jax.Array | None = None, **operands: jax.Array | None) -> list[jax.Array]:
         problem = self.problem
         arrays = dict.fromkeys(problem.operation.by_name) | operands
         kernel = _KERNELS[problem.operation](problem, **arrays)
+        if factor is not None:
+            kernel = _multiplied(kernel, factor)
         return rows.launch(kernel, self.row_plan)
 
 
@@ -81,6 +83,8 @@ def plan_with(plan_rows: PlanRows, problem: SoftmaxProblem, target: Target, rema
     reason = refused_rows(dtypes, problem.operands.get("where"), problem.rows)
     if reason is None and problem.devices:
         reason = _refused_devices(problem)
+    if reason is None and problem.is_product:
+        reason = _refused_product(problem)
     if reason is not None:
         return Refusal(reason)
     row_plan = plan_rows(problem.rows, target, devices=bool(problem.devices))
@@ -115,6 +119,18 @@ def _refused_devices(problem: SoftmaxProblem) -> str | None:
     if problem.operation not in _MERGING or problem.rows.inner > 1:
         return "no kernel of this operation merges rows of this kind over devices"
     return None if size >= least else f"one kernel for all devices pays from {least} bytes of a row in each on, got {size}"
+
+
+def _refused_product(problem: SoftmaxProblem) -> str | None:
+    """Says why no kernel computes a product with a factor, or returns None.
+
+    Kernels round it to float32. If the program rounds it to 16 bits, and the reference computes a derivative, the saved maximum
+    must be that of the rounded scores.
+    """
+    is_rounded = problem.operands["x"].dtype.itemsize == 2 and "x" not in problem.dtypes
+    if is_rounded and ("m" in problem.operands or problem.params.get("return_state")):
+        return "the state that derivatives need is that of a product of 16 bits"
+    return None
 
 
 # The kernels. A body computes in float32: `x`, `y` and `t` are functions of a step that give the elements of a vector of each
@@ -258,6 +274,17 @@ def _with_scores(operands, x, where, scale) -> dict[str, RowOperand | None]:
 def _with_state(x, m, d, t, where, scale) -> dict[str, RowOperand | None]:
     """Returns the operands of a derivative: scores, the saved state, and a tangent or cotangent as large as the scores."""
     return _with_scores({"t": Whole(t, 0, jnp.float32), "m": PerRow(m), "d": PerRow(d)}, x, where, scale)
+
+
+def _multiplied(kernel: RowKernel, factor) -> RowKernel:
+    """Returns the kernel on the product of `x` and a factor, as the program computes it: `-inf * 0` is NaN."""
+
+    def body(tile, x, inside, factor, **operands):
+        along = tile.along(factor)
+        product = apply_mask(inside, each(lambda x: x * along, x), -jnp.inf)  # beyond the end x is -inf
+        return kernel.body(tile, x=product, inside=inside, **operands)
+
+    return replace(kernel, body=body, operands={**kernel.operands, "inside": Inside(), "factor": factor_operand(factor)})
 
 
 def factor_operand(scale) -> RowOperand | None:

@@ -57,7 +57,8 @@ def _with_state(types, operands, *, return_state, dtype, **params):
 def _operation(name, operands, types, linear=(), knows_machine=False, **options) -> Operation:
     """Defines an operation, whose problems have these options."""
     problem = functools.partial(SoftmaxProblem, **options)
-    return define(Operation(SOFTMAX_FAMILY, name, operands, types, linear=linear, problem=problem, knows_machine=knows_machine))
+    more: dict[str, Any] = {"knows_machine": knows_machine, "factor_of": "x" if _X in operands else ""}
+    return define(Operation(SOFTMAX_FAMILY, name, operands, types, linear=linear, problem=problem, **more))
 
 
 _SCORES, _SAVED = (_X, _WHERE, _SCALE), (_X, _M, _D, _T, _WHERE, _SCALE)

@@ -23,6 +23,11 @@ class SoftmaxProblem(RowwiseProblem):
         """Dtype of the result."""
         return jnp.dtype(self.params["dtype"])
 
+    @property
+    def is_product(self) -> bool:
+        """True if the scores are a product with a factor of rows."""
+        return "factor" in self.operands
+
     @functools.cached_property
     def whole(self) -> list[Any]:
         """Types of the operands that are as large as the rows."""
@@ -38,7 +43,7 @@ class SoftmaxProblem(RowwiseProblem):
             read=tuple(operand.dtype.itemsize for operand in self.whole),
             written=(self.dtype.itemsize,) if self.writes_rows else (),
             has_mask=is_along(self.operands.get("where"), axes),
-            needs_end=self.operands.keys() >= {"x", "scale"},
+            needs_end=self.operands.keys() >= {"x", "scale"} or self.is_product,
             reduces=self.reduces,
             n_exchanges=0 if self.reduces == "nothing" else 1,
             keeps_scores=self.keeps_scores,

@@ -7,7 +7,7 @@ a reason in words, or None.
 import jax.numpy as jnp
 
 from jaxsoftmax._core.row_problem import RowwiseProblem
-from jaxsoftmax.ops.softmax.primitive import LOG_SOFTMAX, SOFTMAX
+from jaxsoftmax.ops.softmax.primitive import LOG_SOFTMAX, LOG_SOFTMAX_VJP, LOGSUMEXP_VJP, SOFTMAX
 
 # Columns of the longest rows at which XLA's fused forward is faster, by the bytes of an element. XLA computes longer rows more
 # slowly: at 32768 columns softmax(x * c + b) takes as long either way in float32 (260 us). In bfloat16 the kernel is faster:
@@ -18,7 +18,8 @@ FUSED_COLS = {4: 16384, 2: 8192}
 def slower_softmax(problem: RowwiseProblem) -> str | None:
     """Checks a problem of the softmax family for all reasons."""
     is_forward = problem.operation in (SOFTMAX, LOG_SOFTMAX)
-    return slower_rows(problem, wins_if_wide=is_forward, checks_cast=problem.operation == SOFTMAX)
+    reason = slower_rows(problem, wins_if_wide=is_forward, checks_cast=problem.operation == SOFTMAX)
+    return slower_if_product(problem) if reason is None else reason
 
 
 def slower_rows(problem: RowwiseProblem, *, wins_if_wide: bool, checks_cast: bool = False) -> str | None:
@@ -62,6 +63,17 @@ def slower_if_cast(problem: RowwiseProblem) -> str | None:
     """
     if problem.is_cast and jnp.dtype(problem.params["dtype"]) == jnp.float32 and not is_wide(problem):
         return "XLA fuses the cast of its operand, and one back that may follow; with dtype= the kernel casts both"
+    return None
+
+
+def slower_if_product(problem: RowwiseProblem) -> str | None:
+    """Checks for a factor in front of the scores, which kernels take in, where one follows behind the result.
+
+    The cotangent of a product is multiplied by the factor too. XLA does so while it computes the cotangent. Behind a kernel it
+    would read and write the cotangent once more: two of five passes over memory, where XLA needs four at most. Not measured.
+    """
+    if "factor" in problem.operands and problem.operation in (LOG_SOFTMAX_VJP, LOGSUMEXP_VJP):
+        return f"XLA multiplies the result of {problem.operation.name} by the factor of its operand before it is in memory"
     return None
 
 
