@@ -3,8 +3,12 @@
 `bytes` are those of the logits, which forward reads once; backward reads them once more, and writes as many. Those of ids and
 results are not counted. A gradient is that for a cotangent of each result. `ppo` is the loss of PPO from logits, the mean over
 rows of a clipped ratio and an entropy, with its gradient.
+
+Cells with the option `divided` are softmax and its kin of `logits / T`, with a T for each row: a kernel takes the quotient
+in. Beside them stand `jax.nn` of the same, and ours of the logits alone.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -14,9 +18,12 @@ import numpy as np
 
 from benchmarks.cells import OURS, Cell, Contender, library
 from benchmarks.softmax import DTYPES, ELEMENTS, copy_cell, one_array, sums
+from tests.support import oracle as oracle_of_softmax
 from tests.support.cross_entropy import oracle
 
 SHAPES = ((8192, 151936), (16384, 50257), (65536, 4096))
+DIVIDED = ((1024, 512), (65536, 512), (8192, 4096), (65536, 4096), (65536, 16384))
+OPS = ("softmax", "log_softmax", "logsumexp")
 SCALES = ("", "scale=0.7", "scales=1")  # none, one number, a number for each row
 CLIP, BONUS = 0.2, 0.01  # of PPO
 
@@ -30,7 +37,8 @@ def cells(shapes: tuple[tuple[int, int], ...] = SHAPES) -> list[Cell]:
                 found.append(entropy_cell(dtype, shape, backward))
                 found += [log_probs_cell(dtype, shape, backward, scale) for scale in SCALES]
             found.append(ppo_cell(dtype, shape))
-    return found
+    divided = DIVIDED if shapes is SHAPES else shapes
+    return [*found, *(divided_cell(op, dtype, shape) for op in OPS for shape in divided for dtype in DTYPES)]
 
 
 def _inputs(dtype, shape):
@@ -160,3 +168,38 @@ def ppo_cell(dtype: str, shape: tuple[int, int]) -> Cell:
 
     contenders = (Contender(OURS, lambda: ours), Contender("jax.numpy", lambda: of_jax))
     return Cell("ppo", "forward+backward", dtype, shape, "", _bytes(dtype, shape, True), with_old, contenders, truth)
+
+
+def divided_cell(op: str, dtype: str, shape: tuple[int, int]) -> Cell:
+    """Returns the cell of an op of `logits / T`, with a T for each row."""
+
+    def of(module, divides=True):
+        def call(x, temperature):
+            return getattr(module, op)(x / temperature[:, None].astype(x.dtype) if divides else x, axis=-1)
+
+        return lambda: call
+
+    def inputs(key, hurtful):
+        temperature = jax.random.uniform(jax.random.fold_in(key, 3), (shape[0],), minval=0.5, maxval=1.5)
+        return *one_array(shape, dtype)(key, hurtful), temperature
+
+    def truth(x, temperature, divides=True):
+        # A product that a kernel takes in is rounded to float32, and one that is written to the dtype of the logits.
+        number = np.asarray(temperature)[:, None].astype(x.dtype).astype(np.float64)
+        x = np.asarray(x).astype(np.float64)
+        with np.errstate(all="ignore"):
+            x = x / number if divides else x
+        function = getattr(oracle_of_softmax, op)
+        found = function(x, axis=-1)
+        slack = 2.0 ** (-8 if dtype == "bfloat16" else -22) * np.nan_to_num(np.abs(x), posinf=0, neginf=0)
+        most = np.max(slack, -1, keepdims=op != "logsumexp")
+        size = most * np.abs(found.value) if op == "softmax" else most
+        return [oracle_of_softmax.Truth(found.value, found.budget + 4 * size)]
+
+    contenders = (
+        Contender(OURS, of(library)),
+        Contender("jax.nn", of(jax.nn)),
+        Contender("undivided", of(library, divides=False), truth=functools.partial(truth, divides=False)),
+    )
+    moved = (1 if op == "logsumexp" else 2) * math.prod(shape) * jnp.dtype(dtype).itemsize
+    return Cell(op, "forward", dtype, shape, "divided=1", moved, inputs, contenders, truth)

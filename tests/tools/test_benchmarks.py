@@ -1427,8 +1427,10 @@ def test_cells_of_cross_entropy_run(name):
 def test_cells_of_log_probs():
     cells = log_probs.cells()
     assert [cell.name for cell in cells[:2]] == ["copy forward float32 32768x4096", "copy forward bfloat16 32768x4096"]
-    assert len(cells) == 2 + 3 * 2 * (2 * 4 + 1)
-    for cell in cells[2:]:
+    divided = [cell for cell in cells if cell.options == "divided=1"]
+    assert len(cells) == 2 + 3 * 2 * (2 * 4 + 1) + 3 * 5 * 2
+    assert all([c.name for c in cell.contenders] == [OURS, "jax.nn", "undivided"] for cell in divided)
+    for cell in cells[2 : -len(divided)]:
         passes = 3 if cell.pass_ == BOTH else 1
         assert cell.bytes == passes * cell.shape[0] * cell.shape[1] * (4 if cell.dtype == "float32" else 2)
         names = list(dict.fromkeys(contender.name for contender in cell.contenders))
@@ -1444,13 +1446,14 @@ TINY_LOG_PROBS = {cell.name: cell for cell in log_probs.cells(((6, 301),)) if ce
         f"entropy {BOTH} bfloat16 6x301",
         f"log_probs {BOTH} float32 6x301 entropy=1 scales=1",
         f"ppo {BOTH} float32 6x301",
+        "log_softmax forward bfloat16 6x301 divided=1",
         slow=[f"log_probs forward bfloat16 6x301 entropy=1{scale}" for scale in ("", " scale=0.7", " scales=1")],
     ),
 )
 def test_cells_of_log_probs_run(name):
     run, rows, _ = measured(TINY_LOG_PROBS[name])
     assert not run.problems
-    assert {row.implementation for row in rows} >= {"xla", "jax.numpy"}
+    assert {row.implementation for row in rows} >= {"xla", TINY_LOG_PROBS[name].contenders[1].name}
     (ours,) = [row for row in rows if bars.is_ours(row)]
     assert 0 < ours.error <= 1
 
