@@ -1946,8 +1946,8 @@ FAULTS = (
     Fault(
         "losses of shards: the tangent of the label's score is that of the mean",
         f"{_LOSS}/across_devices.py",
-        "[mean - chosen, mean, *total,",
-        "[mean - chosen, chosen, *total,",
+        "found = [mean - chosen, mean,",
+        "found = [mean - chosen, chosen,",
         "tests/cross_entropy/test_vocabulary_parallel.py -k losses_in_a_shard_map",
     ),
     Fault(
@@ -1972,10 +1972,66 @@ FAULTS = (
         "tests/cross_entropy/test_values.py -k labels_of_any_integer",
     ),
     Fault(
+        "log-probabilities: an id that the mask hides has one",
+        f"{_LOSS}/log_probs.py",
+        "ids, axes, names, True), log_p, -jnp.inf)",
+        "ids, axes, names, True), log_p, log_p)",
+        "tests/cross_entropy/test_log_probs.py -k hidden",
+    ),
+    Fault(
+        "log-probabilities: those beside the likeliest are its own",
+        f"{_LOSS}/log_probs.py",
+        "jnp.where(scores == top, 0, scores - top)",
+        "jnp.zeros_like(scores)",
+        "tests/cross_entropy/test_log_probs.py -k transformations",
+    ),
+    Fault(
+        "entropies: weights count where they are, exponents do not",
+        f"{_LOSS}/xla.py",
+        "sums[-1] = log_d - sums[-1] / d",
+        "sums[-1] = log_d",
+        "tests/cross_entropy/test_log_probs.py -k of_the_reference",
+    ),
+    Fault(
+        "entropies: the tangent has no mean",
+        f"{_LOSS}/primitive.py",
+        "sums[-1] = xla.mean_of(results[-1], d) * mean - sums[-1]",
+        "sums[-1] = -sums[-1]",
+        "tests/cross_entropy/test_log_probs.py -k of_the_reference",
+    ),
+    Fault(
+        "entropies: an exponent of a weight of 0 is infinite",
+        f"{_LOSS}/mosaic_sm90/losses.py",
+        "factor = e * bounded(exponent)",
+        "factor = e * exponent",
+        "tests/cross_entropy/test_log_probs.py -k of_kernels",
+    ),
+    Fault(
+        "entropies: exponents keep the maximum of their warp",
+        "jaxsoftmax/_gpu/rows/tile.py",
+        "product(sums + d * step, factor)",
+        "product(sums, factor)",
+        "tests/cross_entropy/test_log_probs.py -k of_kernels",
+    ),
+    Fault(
+        "entropies: exponents keep the maximum of their device",
+        "jaxsoftmax/ops/softmax/across_devices.py",
+        "jnp.exp(below) * (sums[-1] + parts * below)",
+        "jnp.exp(below) * sums[-1]",
+        "tests/cross_entropy/test_log_probs.py -k classes_in_a_shard_map",
+    ),
+    Fault(
+        "losses: a tangent of scores is multiplied by the scale",
+        f"{_LOSS}/xla.py",
+        "if not of_scores:",
+        "if True:",
+        "tests/cross_entropy/test_log_probs.py -k transformations",
+    ),
+    Fault(
         "mosaic losses: smoothing of rows that the grid shares",
         f"{_LOSS}/mosaic_sm90/losses.py",
-        "if problem.has_total and row_plan.persistent_blocks:",
-        "if False and row_plan.persistent_blocks:",
+        "if row_plan.persistent_blocks and problem.rows.n_exchanges > 1:",
+        "if False:",
         "tests/cross_entropy/test_mosaic.py -k smoothing",
     ),
     Fault(
@@ -2002,8 +2058,8 @@ FAULTS = (
     Fault(
         "loss problem: a cap is finite beyond the end of a row",
         f"{_LOSS}/problem.py",
-        'needs_end=self.params["soft_cap"] is not None or self.has_total',
-        "needs_end=self.has_total",
+        'needs_end=self.params["soft_cap"] is not None or "scale" in',
+        'needs_end="scale" in',
         "tests/cross_entropy/test_emulated.py -k 'losses_and_gradients and cap'",
     ),
     Fault(
@@ -2016,8 +2072,8 @@ FAULTS = (
     Fault(
         "losses: the tangent of the sum of scores is not made",
         f"{_LOSS}/primitive.py",
-        """return_total="c" in types""",
-        "return_total=False",
+        """dtype), "c" in types""",
+        "dtype), False",
         "tests/cross_entropy/test_transformations.py -k 'two or hessian'",
     ),
     Fault(
