@@ -84,6 +84,7 @@ def call(op: str, x, **options):
     """Calls a public function with one array and labels, or with the same array for every operand."""
     labels = jnp.zeros(x.shape[:1], jnp.int32)
     others = {"dot_product_attention": [x, x], "cross_entropy": [labels], "linear_cross_entropy": [x, labels]}
+    others["log_probs"] = [labels]
     others["paged_attention"] = [x, x, labels[:, None], labels + x.shape[1]]  # a page of as many keys
     others |= {"top_k": [4], "softmax_top_k": [4]}
     if op == "categorical":
@@ -144,7 +145,7 @@ def test_the_support_matrix_is_what_dispatch_says(row, step):
                     assert outer == [("linear_cross_entropy", "xla")], (platform, dtype)
                     assert (op, primitive) == ("linear_cross_entropy", "cross_entropy"), (platform, dtype)
                 else:
-                    assert primitive == op, (platform, dtype)
+                    assert primitive == (op if op not in ("log_probs", "entropy") else "cross_entropy"), (platform, dtype)
             else:
                 with pytest.raises((TypeError, NotImplementedError), match=f"{op}|{folder(op)}"):
                     explain(forced, x, platform=platform)
@@ -164,7 +165,7 @@ def test_every_dtype_of_the_support_matrix_runs(row):
     by_dtype = results(operands)
     for dtype, x in operands.items():
         y = by_dtype[dtype]
-        of_rows = op.endswith(("logsumexp", "cross_entropy", "categorical"))
+        of_rows = op.endswith(("logsumexp", "cross_entropy", "log_probs", "entropy", "categorical"))
         assert y.shape == (SHAPE[:1] if of_rows else (*SHAPE[:1], 4) if folder(op) == "top_k" else x.shape), dtype
         inexact = jnp.issubdtype(dtype, jnp.inexact) and folder(op) != "cross_entropy"
         floating = x.dtype if inexact or op == "top_k" else jnp.float64 if x.dtype.itemsize == 8 else jnp.float32
@@ -216,6 +217,7 @@ def test_every_op_has_a_row_of_what_runs_behind_elementwise_operations():
 
 def test_the_support_matrix_lists_every_implementation_and_op_once():
     expected = [(name, op) for op in OPS for name in FAMILIES[folder(op)].implementations]
+    expected.remove(("triton", "entropy"))  # which has no kernel for entropies
     assert sorted((name, op) for name, op, *_ in ROWS) == sorted(expected)
 
 
