@@ -9,6 +9,7 @@ the caller of a jitted function, whose arguments count as arrays in memory (`jax
 operand, for which XLA may write it anyway.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,21 +63,28 @@ class Scaled:
 
     source: mlir.ir.Value  # as large as the product; as it was before a cast to float32
     factor: mlir.ir.Value  # float32, of as many axes, and of size 1 along the axes of a row
+    divides: bool = False  # True if the value is `source / factor`
 
 
 def scaled_from(value: mlir.ir.Value, axes: Sequence[int]) -> Scaled | None:
     """Returns what `value` is a product, or quotient, of if one side is constant along `axes`, or None.
 
-    The arithmetic is that of float32, bfloat16 or float16. A quotient becomes a product with the reciprocal, and the factors of
-    several products become one; both are computed in float32. If the product was reshaped, transposed, sliced or resharded, the
+    The arithmetic is that of float32, bfloat16 or float16. The factors of several products become one, of which a quotient has
+    the reciprocal; both are computed in float32. A quotient alone keeps its divisor, so that no operation of XLA comes before a
+    kernel: the reciprocal of each row took 1.1 us (H200). If the product was reshaped, transposed, sliced or resharded, the
     same is done to the source.
     """
-    source, factor = value, None
+    source, found = value, []
     while (sides := _sides(source, axes)) is not None:
-        source, another = sides
-        factor = another if factor is None else _product(another, factor)
-    if factor is not None:
-        return Scaled(widened_from(source) or source, factor)
+        source, *another = sides
+        found.append(another)
+    if found:
+        source = widened_from(source) or source
+        (factor, divides), *others = found
+        if divides and not others:
+            return Scaled(source, factor, divides=True)
+        factors = [_reciprocal(number) if divides else number for number, divides in found]
+        return Scaled(source, functools.reduce(lambda factor, another: _product(another, factor), factors))
     operation = _definition(value)
     if operation is None or operation.name not in _MOVES - {"stablehlo.broadcast_in_dim"}:
         return None
@@ -85,11 +93,12 @@ def scaled_from(value: mlir.ir.Value, axes: Sequence[int]) -> Scaled | None:
     scaled = scaled_from(product, axes if is_in_place else range(_type(product).rank))
     if scaled is None:
         return None
-    return Scaled(_moved(operation, scaled.source), scaled.factor if is_in_place else _number(scaled.factor, value))
+    factor = scaled.factor if is_in_place else _number(scaled.factor, value)
+    return Scaled(_moved(operation, scaled.source), factor, scaled.divides)
 
 
-def _sides(value, axes) -> tuple[Any, Any] | None:
-    """Returns the source and the factor of the product, or quotient, that `value` is, or None."""
+def _sides(value, axes) -> tuple[Any, Any, bool] | None:
+    """Returns the source and the factor, or divisor, of the product or quotient that `value` is, and which it is, or None."""
     operation = _definition(value)
     if operation is None or _dtype(value) not in ("f32", *_NARROW):
         return None
@@ -103,9 +112,7 @@ def _sides(value, axes) -> tuple[Any, Any] | None:
         number = _constant_along(other, axes)
     if number is None:
         return None
-    shape = _type(number).shape
-    number = _made("stablehlo.convert", shape, "f32", number)
-    return source, _made("stablehlo.divide", shape, "f32", _ones(number), number) if is_quotient else number
+    return source, _made("stablehlo.convert", _type(number).shape, "f32", number), is_quotient
 
 
 def _constant_along(value, axes) -> mlir.ir.Value | None:
@@ -259,6 +266,11 @@ def _moved(operation, source) -> mlir.ir.Value:
 def _number(value, beside) -> mlir.ir.Value:
     """Emits the one element of `value` with as many axes as `beside` has."""
     return _made("stablehlo.reshape", [1] * _type(beside).rank, _dtype(value), value)
+
+
+def _reciprocal(value) -> mlir.ir.Value:
+    """Emits the reciprocals of a float32 array."""
+    return _made("stablehlo.divide", _type(value).shape, "f32", _ones(value), value)
 
 
 def _ones(beside) -> mlir.ir.Value:

@@ -20,7 +20,7 @@ from jax.interpreters import mlir
 
 from jaxsoftmax._core import compat, fusion, sharding
 from jaxsoftmax._core.choose import Choice, choose, record
-from jaxsoftmax._core.operation import OnShards, Operation
+from jaxsoftmax._core.operation import FACTORS, OnShards, Operation
 from jaxsoftmax._core.sharding import Cut
 from jaxsoftmax._core.target import ONE_DEVICE, Machine, Target, target_for
 
@@ -40,7 +40,7 @@ class Site:
     implementation: str | None  # name of the one that must run, or None
     axis_name: tuple[str, ...]  # mesh axes of a `shard_map` around over which rows are sharded
     params: tuple[tuple[str, Any], ...]  # the other parameters of the operation, by name
-    factored: "Site | None" = None  # the same call with an operand `factor`, see `_factored`
+    factored: "Site | None" = None  # the same call with one of `FACTORS`, see `_factored`
 
     def named(self, operands: Sequence[Any]) -> dict[str, Any]:
         return dict(zip(self.names, operands, strict=True))
@@ -87,7 +87,8 @@ def _factored(site: Site, ctx, operands: list[Any], avals: list[Any]) -> Site:
         product if narrow is None else product.update(dtype=np.dtype(narrow)),
         sharding.of_rows(product, mlir.ir.RankedTensorType(scaled.factor.type).shape, np.dtype(np.float32)),
     ]
-    factored = replace(site, names=(*site.names, "factor"), dtypes=(*site.dtypes, avals[-1].dtype), fused=fused)
+    name_of_factor = "divisor" if scaled.divides else "factor"
+    factored = replace(site, names=(*site.names, name_of_factor), dtypes=(*site.dtypes, avals[-1].dtype), fused=fused)
     return replace(site, factored=factored)
 
 
@@ -240,7 +241,7 @@ class Placement:
         knows_cuts = bool(cuts) or self.depends_on_cuts
         if not (knows_cuts or self.is_reordered):
             return runner(site.operation, named, **params)
-        if "factor" in named:  # the rules take none
+        if named.keys() & set(FACTORS):  # the rules take none
             named, runner = site.operation.multiplied(named), replace(runner, fused=runner.fused | {site.operation.factor_of})
         with compat.unchecked() if self.manual else contextlib.nullcontext():
             return _across_devices(site.operation, runner, named, cuts, params, bool(self.manual), knows_cuts)

@@ -7,6 +7,9 @@ from typing import Any
 
 from jaxsoftmax._core.problem import Problem
 
+# The operands of which kernels take one: see `Operation.factor_of`.
+FACTORS = ("factor", "divisor")
+
 # The names of the last axes of an array, for sharding.
 Axes = tuple[str | None, ...]
 
@@ -21,7 +24,7 @@ class Kernels:
 
     generations: Mapping[int, Callable[[], Any]]
     platforms: tuple[str, ...] = ("cuda",)
-    takes_factor: bool = False  # True if they take the operand `factor`: see `Operation.factor_of`
+    takes_factor: bool = False  # True if they take one of `FACTORS`
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,8 +91,9 @@ class Operation:
       is_reordered: `is_reordered(**params)` tells whether operands are in an order that only the rule in `op.across_devices`
         undoes, also on one device.
       depends_on_cuts: `depends_on_cuts(**params)` tells whether a parameter is an error where no axis of `joined` is sharded.
-      factor_of: name of an operand of scores. If it is computed as a product with one number for each row, kernels may get it
-        as it was before, and the number as an operand `factor`, which is float32 and has size 1 along the rows. "" for none.
+      factor_of: name of an operand of scores. If it is computed as a product with one number for each row, or as a quotient by
+        one, kernels may get it as it was before, and the number as an operand `factor` or `divisor`. The number is float32 and
+        has size 1 along the rows. "" for none.
       whole_in_batch: `whole_in_batch(**params)` names operands that never have size 1 along an axis of the batch.
     """
 
@@ -124,8 +128,11 @@ class Operation:
         return [() if self.is_aligned else self.by_name[name].axes for name in names], out
 
     def multiplied(self, operands: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns operands by name without `factor`: the operand that it belongs to is multiplied by it, in float32."""
+        """Returns operands by name without one of `FACTORS`: what it belongs to is multiplied, or divided, in float32."""
         operands = dict(operands)
-        if (factor := operands.pop("factor", None)) is not None:
+        factor, divisor = (operands.pop(name, None) for name in FACTORS)
+        if factor is not None:
             operands[self.factor_of] = operands[self.factor_of].astype(factor.dtype) * factor
+        if divisor is not None:
+            operands[self.factor_of] = operands[self.factor_of].astype(divisor.dtype) / divisor
         return operands

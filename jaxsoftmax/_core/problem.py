@@ -17,7 +17,7 @@ class Problem:
     """One call of an operation: what is to be computed, from types and parameters alone.
 
     `operands` and `params` are by name. An operand that the program casts to float32 has its type from before the cast. The
-    operand that a `factor` belongs to has its type from before the product: see `Operation.factor_of`.
+    operand that a factor belongs to has its type from before the product: see `Operation.factor_of`.
     """
 
     operation: "Operation"

@@ -24,6 +24,7 @@ from jax import lax
 
 from jaxsoftmax import online
 from jaxsoftmax._core.implementation import Refusal
+from jaxsoftmax._core.operation import FACTORS
 from jaxsoftmax._core.row_problem import RowProblem, entries
 from jaxsoftmax._core.target import Target, target_for
 from jaxsoftmax._gpu import rows
@@ -63,12 +64,13 @@ class SoftmaxPlan:
     def describe(self) -> str:
         return self.row_plan.describe() + (", times a factor" if self.problem.is_product else "")
 
-    def run(self, *, factor: jax.Array | None = None, **operands: jax.Array | None) -> list[jax.Array]:
+    def run(self, **operands: jax.Array | None) -> list[jax.Array]:
         problem = self.problem
+        factors = {name: operands.pop(name) for name in FACTORS if operands.get(name) is not None}
         arrays = dict.fromkeys(problem.operation.by_name) | operands
         kernel = _KERNELS[problem.operation](problem, **arrays)
-        if factor is not None:
-            kernel = _multiplied(kernel, factor)
+        for name, factor in factors.items():
+            kernel = _multiplied(kernel, factor, divides=name == "divisor")
         return rows.launch(kernel, self.row_plan)
 
 
@@ -276,11 +278,11 @@ def _with_state(x, m, d, t, where, scale) -> dict[str, RowOperand | None]:
     return _with_scores({"t": Whole(t, 0, jnp.float32), "m": PerRow(m), "d": PerRow(d)}, x, where, scale)
 
 
-def _multiplied(kernel: RowKernel, factor) -> RowKernel:
-    """Returns the kernel on the product of `x` and a factor, as the program computes it: `-inf * 0` is NaN."""
+def _multiplied(kernel: RowKernel, factor, divides: bool) -> RowKernel:
+    """Returns the kernel on the product of `x` and a factor, or its reciprocal, as the program has it: `-inf * 0` is NaN."""
 
     def body(tile, x, inside, factor, **operands):
-        along = tile.along(factor)
+        along = tile.along(1 / factor if divides else factor)
         product = apply_mask(inside, each(lambda x: x * along, x), -jnp.inf)  # beyond the end x is -inf
         return kernel.body(tile, x=product, inside=inside, **operands)
 

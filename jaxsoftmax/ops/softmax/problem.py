@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
+from jaxsoftmax._core.operation import FACTORS
 from jaxsoftmax._core.row_problem import RowProblem, RowwiseProblem, is_along
 
 
@@ -26,7 +27,7 @@ class SoftmaxProblem(RowwiseProblem):
     @property
     def is_product(self) -> bool:
         """True if the scores are a product with a factor of rows."""
-        return "factor" in self.operands
+        return not self.operands.keys().isdisjoint(FACTORS)
 
     @functools.cached_property
     def whole(self) -> list[Any]:
