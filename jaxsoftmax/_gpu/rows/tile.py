@@ -380,7 +380,7 @@ def exponent_of(scores: jax.Array, m: jax.Array, scale=None) -> jax.Array:
 
 
 def bounded(exponent: jax.Array) -> jax.Array:
-    """Returns exponents, of which those of weight 0 are finite, so that their product with the weight is 0."""
+    """Returns exponents that are finite where the weight is 0, so that their product with the weight is 0."""
     return jnp.maximum(exponent, jnp.full_like(exponent, -1000.0))
 
 

@@ -250,7 +250,7 @@ def _checked(function, logits, axis, where, axis_name, implementation):
 
 
 def _at(values, ids, axes, names, otherwise):
-    """Returns the values of classes that are chosen by `ids`, `[*rows]` or `[*rows, n]`; `otherwise` for what is no class.
+    """Returns the values at `ids`, `[*rows]` or `[*rows, n]`, and `otherwise` where an id is no class.
 
     Args:
       values: array `[*rows, classes]`, of which axes may have size 1.

@@ -226,7 +226,7 @@ def capped(x, soft_cap):
 
 
 def scores_tangent(x, scale, dx, dscale, soft_cap):
-    """Computes the tangent of the scores, of the tangents of `x` and `scale`, of which that of `x` may be None."""
+    """Computes the tangent of the scores from those of `x`, which may be None, and of `scale`."""
     if soft_cap is None:
         return scaled_tangent(x, scale, dx, dscale)
     x = x.astype(scale.dtype)

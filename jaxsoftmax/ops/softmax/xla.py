@@ -159,7 +159,7 @@ def sum_of_exponents(x, m, where, scale, axes) -> jax.Array:
 
 
 def bounded(exponent) -> jax.Array:
-    """Returns exponents, of which those of weight 0 are finite, so that their product with the weight is 0."""
+    """Returns exponents that are finite where the weight is 0, so that their product with the weight is 0."""
     return jnp.maximum(exponent, LEAST_EXPONENT)
 
 
