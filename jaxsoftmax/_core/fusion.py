@@ -9,7 +9,6 @@ the caller of a jitted function, whose arguments count as arrays in memory (`jax
 operand, for which XLA may write it anyway.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,24 +66,16 @@ class Scaled:
 
 
 def scaled_from(value: mlir.ir.Value, axes: Sequence[int]) -> Scaled | None:
-    """Returns what `value` is a product, or quotient, of if one side is constant along `axes`, or None.
+    """Returns the two sides of the product, or quotient, that `value` is, if one side is constant along `axes`, else None.
 
-    The arithmetic is that of float32, bfloat16 or float16. The factors of several products become one, of which a quotient has
-    the reciprocal; both are computed in float32. A quotient alone keeps its divisor, so that no operation of XLA comes before a
-    kernel: the reciprocal of each row took 1.1 us (H200). If the product was reshaped, transposed, sliced or resharded, the
-    same is done to the source.
+    The arithmetic is that of float32, bfloat16 or float16. A quotient keeps its divisor, so that no operation of XLA comes
+    before a kernel: the reciprocal of each row took 1.1 us (H200). Of several products the last one alone is undone. One factor
+    instead of two would give other scores than the gradient has, which may run on the reference. If the product was reshaped,
+    transposed, sliced or resharded, the same is done to the source.
     """
-    source, found = value, []
-    while (sides := _sides(source, axes)) is not None:
-        source, *another = sides
-        found.append(another)
-    if found:
-        source = widened_from(source) or source
-        (factor, divides), *others = found
-        if divides and not others:
-            return Scaled(source, factor, divides=True)
-        factors = [_reciprocal(number) if divides else number for number, divides in found]
-        return Scaled(source, functools.reduce(lambda factor, another: _product(another, factor), factors))
+    if (sides := _sides(value, axes)) is not None:
+        source, factor, divides = sides
+        return Scaled(widened_from(source) or source, factor, divides)
     operation = _definition(value)
     if operation is None or operation.name not in _MOVES - {"stablehlo.broadcast_in_dim"}:
         return None
@@ -266,22 +257,3 @@ def _moved(operation, source) -> mlir.ir.Value:
 def _number(value, beside) -> mlir.ir.Value:
     """Emits the one element of `value` with as many axes as `beside` has."""
     return _made("stablehlo.reshape", [1] * _type(beside).rank, _dtype(value), value)
-
-
-def _reciprocal(value) -> mlir.ir.Value:
-    """Emits the reciprocals of a float32 array."""
-    return _made("stablehlo.divide", _type(value).shape, "f32", _ones(value), value)
-
-
-def _ones(beside) -> mlir.ir.Value:
-    """Emits an array of ones, of the type of `beside`."""
-    value = mlir.ir.Attribute.parse(f"dense<1.0> : {beside.type}")
-    return _made("stablehlo.constant", _type(beside).shape, _dtype(beside), value=value)
-
-
-def _product(left, right) -> mlir.ir.Value:
-    """Emits the product of two float32 arrays, each of the size of the other or 1 along each axis."""
-    shape = [max(sizes) for sizes in zip(_type(left).shape, _type(right).shape, strict=True)]
-    dims = mlir.ir.DenseI64ArrayAttr.get(list(range(len(shape))))
-    sides = [_made("stablehlo.broadcast_in_dim", shape, "f32", side, broadcast_dimensions=dims) for side in (left, right)]
-    return _made("stablehlo.multiply", shape, "f32", *sides)

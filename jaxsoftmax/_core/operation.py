@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxsoftmax._core.problem import Problem
 
-# The operands of which kernels take one: see `Operation.factor_of`.
+# Names of operands for a number of each row in front of the scores; a call has at most one: see `Operation.factor_of`.
 FACTORS = ("factor", "divisor")
 
 # The names of the last axes of an array, for sharding.

@@ -281,7 +281,6 @@ FACTORS = {
     "a constant array": (lambda x: x * np.full((8, 128), 3, np.float32), [WIDE], "float32[8,128]"),
     "of 16 bits": (lambda x, s: x / s, [X, shape()], "bfloat16[8,128]"),
     "behind a cast": (lambda x, s: x.astype(F) / s, [X, S], "bfloat16[8,128]"),
-    "two": (lambda x, s, r: x.astype(F) * r[:, None] / s, [X, S, ROWS], "bfloat16[8,128]"),
     "of a widened product": (lambda x, w: (x @ w).astype(F) * F(0.3), [X, W], "bfloat16[8,128]"),
     "reshaped": (lambda x, s: (x / s).reshape(2, 4, 128), [WIDE, S], "float32[2,4,128]"),
     "in a map over both": (jax.vmap(lambda x, s: x / s), [WIDE, ROWS], "float32[8,128]"),
@@ -290,6 +289,7 @@ FACTORS = {
     "not constant": (lambda x, y: x * y, [WIDE, WIDE], None),
     "the dividend": (lambda x: 1 / x, [WIDE], None),
     "of a sum": (lambda x, s: jnp.tanh(x) / s, [WIDE, S], None),
+    "two": (lambda x, s, r: x.astype(F) * r[:, None] / s, [X, S, ROWS], None),
     "in a map over factors": (jax.vmap(lambda x, s: x / s, (None, 0)), [WIDE, ROWS], None),
 }
 

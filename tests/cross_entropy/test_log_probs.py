@@ -176,6 +176,67 @@ def test_ids_that_are_no_class_or_hidden():
     np.testing.assert_array_equal([log_p[1], entropy[1]], [0, 0])
 
 
+def test_several_ids_are_as_each_alone():
+    """Values and derivatives where ids tie, one is hidden and the largest, scores are large, -inf, NaN or 0 times the scale."""
+    x = np.float32([[0, 0, 0, 0], [1e30, 1, 2, 3], [1e6 + 1, 1e6 + 3, 1e6 + 2.5, 0], [-np.inf, 0, 1, 2], [np.nan, 0, 1, 2]])
+    ids, scale = np.array([[0, 1, 2, 1]] * 4 + [[1, 2, 3, -1]]), np.float32([1, -0.5, 0.7, 2, 0])
+    where = np.array([[True] * 4, [False, True, True, True], [True] * 4, [True] * 4, [False, True, True, True]])
+
+    def several(x, scale):
+        return jaxsoftmax.log_probs(x, ids, where=where, scale=scale)
+
+    def each(x, scale):
+        return jnp.stack([jaxsoftmax.log_probs(x, ids[:, k], where=where, scale=scale) for k in range(4)], 1)
+
+    np.testing.assert_allclose(several(x, scale), each(x, scale), rtol=1e-6, atol=1e-6)
+    weights = np.random.default_rng(0).normal(size=ids.shape).astype(np.float32)
+
+    def weighted(f):
+        def of(*given):
+            log_p = f(*given)
+            return jnp.sum(jnp.where(jnp.isfinite(log_p), weights * log_p, 0))
+
+        return jax.grad(of, (0, 1))(x, scale)
+
+    (by_x, by_scale), (expected, expected_by_scale) = weighted(several), weighted(each)
+    np.testing.assert_allclose(by_x, expected, rtol=1e-5, atol=1e-6)
+    # Products with the scores of 1e6 cancel in that by the scale.
+    np.testing.assert_allclose(np.delete(by_scale, 2), np.delete(expected_by_scale, 2), rtol=1e-5, atol=1e-6)
+    assert np.all(np.isfinite(by_x))
+    assert np.all(np.isfinite(by_scale))
+
+
+def test_ids_over_several_axes():
+    x = cases.inputs((2, 3, 4), "float32")["normal"]
+    for where in (np.array([[[True, False, True, True]]]), np.ones((2, 3, 1), bool) & (np.arange(3) != 1)[:, None]):
+        hidden = np.where(np.broadcast_to(where, x.shape), x, -np.inf).reshape(2, 12)
+        expected = np.asarray(jax.nn.log_softmax(hidden))
+        ids = np.tile(np.arange(12), (2, 1))
+        found = jaxsoftmax.log_probs(x, ids, axis=(1, 2), where=where)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+        np.testing.assert_allclose(jaxsoftmax.log_probs(x, ids[:, 5], axis=(1, 2), where=where), expected[:, 5], rtol=1e-5)
+        np.testing.assert_allclose(jaxsoftmax.log_probs(x, ids[:, 1], axis=(1, 2), where=where), expected[:, 1], rtol=1e-5)
+
+
+def test_few_classes_rows_and_ids():
+    np.testing.assert_array_equal(
+        jaxsoftmax.log_probs(np.zeros((2, 1)), np.array([[0, 5], [5, 0]])), [[0, np.nan], [np.nan, 0]]
+    )
+    np.testing.assert_array_equal(jaxsoftmax.log_probs(np.array([[2.0]]), np.array([0, 9]), axis=None), [0, np.nan])
+    assert jaxsoftmax.log_probs(np.zeros((2, 3)), np.zeros((2, 0), int)).shape == (2, 0)
+    assert jaxsoftmax.log_probs(np.zeros((0, 5)), np.zeros((0, 2), int)).shape == (0, 2)
+    assert jaxsoftmax.entropy(np.zeros((0, 5, 2)), axis=(1, 2)).shape == (0,)
+    assert np.all(np.isnan(jaxsoftmax.log_probs(np.zeros((2, 0)), np.zeros(2, int))))
+
+
+def test_nothing_is_nan_behind_a_mask_of_rows():
+    with jax.debug_nans(True):
+        options = {"where": np.array([True, False]), "return_entropy": True, "return_lse": True}
+        _, entropies, lse = jaxsoftmax.log_probs(np.zeros((2, 3), np.float32), np.zeros(2, int), **options)
+    np.testing.assert_allclose(entropies, [np.log(3), 0], rtol=1e-6)
+    np.testing.assert_allclose(lse, [np.log(3), -np.inf], rtol=1e-6)
+
+
 def test_labels_of_a_scaled_loss():
     x, labels = cases.inputs((5, 20), "float32")["normal"], labelled((5, 20))
     scale = np.linspace(-1, 2, 5, dtype=np.float32)
@@ -183,6 +244,9 @@ def test_labels_of_a_scaled_loss():
     np.testing.assert_allclose(losses, -jaxsoftmax.log_probs(x, labels, scale=scale), rtol=1e-6)
     of_weights = jaxsoftmax.cross_entropy(x, np.eye(20, dtype=np.float32)[labels], scale=scale)
     np.testing.assert_allclose(of_weights, losses, rtol=1e-5)
+    by_scale = jax.grad(lambda scale: jnp.sum(jaxsoftmax.cross_entropy(x.at[0, 1].set(-jnp.inf), weights, scale=scale)))
+    x, weights = jnp.asarray(x), np.eye(20, dtype=np.float32)[np.where(labels == 1, 2, labels)]
+    assert np.all(np.isfinite(by_scale(jnp.abs(scale))))
     smoothed = jaxsoftmax.cross_entropy(x, labels, scale=scale, label_smoothing=0.1)
     np.testing.assert_allclose(smoothed, jaxsoftmax.cross_entropy(x * scale[:, None], labels, label_smoothing=0.1), rtol=1e-5)
 
@@ -236,11 +300,29 @@ def test_classes_in_a_shard_map(check_vma, n):
     oracle.assert_same_in_float64(gradients, wanted)
 
 
+@pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
+def test_one_class_on_each_device(check_vma):
+    mesh = make_mesh(AxisType.Auto)
+    n = mesh.shape["model"]
+    x, where = np.arange(2 * n, dtype=np.float32).reshape(2, n), np.array([[True] * n, [False] + [True] * (n - 1)])
+    ids = np.array([[0, n - 1], [0, n - 1]])
+    with jax.set_mesh(mesh):
+        f = functools.partial(jaxsoftmax.log_probs, axis_name="model")
+        specs = P(None, "model"), P(), P(None, "model")
+        several = jax.shard_map(lambda x, i, w: f(x, i, where=w), in_specs=specs, out_specs=P(), check_vma=check_vma)
+        found = jax.jit(several)(x, ids, where)
+        alone = jax.jit(several)(x, ids[:, 1], where)
+    expected = jaxsoftmax.log_probs(x, ids, where=where)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(alone, expected[:, 1], rtol=1e-5)
+
+
 @pytest.mark.usefixtures("hollow_kernels", "x64")
+@pytest.mark.parametrize("n", [0, 3])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_classes_that_are_sharded(kind):
+def test_classes_that_are_sharded(kind, n):
     rng = np.random.default_rng(0)
-    x, scale, ids = rng.standard_normal((8, 64)), rng.standard_normal(8), rng.integers(0, 64, 8)
+    x, scale, ids = rng.standard_normal((8, 64)), rng.standard_normal(8), rng.integers(0, 64, (8, n) if n else 8)
     with jax.set_mesh(make_mesh(kind)) as _:
         mesh = make_mesh(kind)
         placed = jax.device_put(x, NamedSharding(mesh, P("data", "model")))

@@ -1974,15 +1974,15 @@ FAULTS = (
     Fault(
         "log-probabilities: an id that the mask hides has one",
         f"{_LOSS}/log_probs.py",
-        "ids, axes, names, True), log_p, -jnp.inf)",
-        "ids, axes, names, True), log_p, log_p)",
+        "names, 1) != 0, log_p, -jnp.inf)",
+        "names, 1) != 0, log_p, log_p)",
         "tests/cross_entropy/test_log_probs.py -k hidden",
     ),
     Fault(
-        "log-probabilities: those beside the likeliest are its own",
+        "log-probabilities: those of several ids are not normalised",
         f"{_LOSS}/log_probs.py",
-        "jnp.where(scores == top, 0, scores - top)",
-        "jnp.zeros_like(scores)",
+        "saved_exponent(scores, m, of_rows) - jnp.log(d)",
+        "saved_exponent(scores, m, of_rows)",
         "tests/cross_entropy/test_log_probs.py -k transformations",
     ),
     Fault(

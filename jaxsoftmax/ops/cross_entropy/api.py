@@ -4,7 +4,7 @@ import functools
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import jax
@@ -25,6 +25,7 @@ from jaxsoftmax.ops.cross_entropy.xla import NO_CLASS, NO_ROW, capped
 from jaxsoftmax.ops.softmax.across_devices import logsumexp_of_parts
 from jaxsoftmax.ops.softmax.api import row_scale, sorted_axes
 from jaxsoftmax.ops.softmax.primitive import LOGSUMEXP
+from jaxsoftmax.ops.softmax.xla import scores as scaled_scores
 from jaxsoftmax.ops.softmax.xla import select
 
 if TYPE_CHECKING:
@@ -171,8 +172,11 @@ def cross_entropy(
     axes, axis_name = class_axes(_NAME, axis, logits.ndim), arguments.axis_names(_NAME, axis_name)
     params = {"dtype": kind, "soft_cap": soft_cap, "return_total": smoothing > 0, "implementation": implementation}
     if _are_classes(labels, logits.shape, axes):
+        logits = _with_rows_of(labels, logits, axes, kind)
+        labels = _broadcast("labels", labels, tuple([n for place, n in enumerate(logits.shape) if place not in axes]))
+        rows = ClassRows.of(_NAME, logits, where, scale, axes, kind)
         options = {"ignore_index": ignore_index, "counts_all": return_lse}
-        terms, classes, counts = terms_from_classes(_NAME, logits, labels, where, scale, axes, axis_name, params, **options)
+        terms, classes, counts = terms_from_classes(_NAME, rows, labels, axis_name, params, **options)
     else:
         if ignore_index is not None:
             what = arguments.shown(ignore_index)
@@ -202,53 +206,65 @@ def _are_classes(labels: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...
     return False
 
 
-def terms_from_classes(function, logits, labels, where, scale, axes, axis_name, params, *, ignore_index=None, counts_all=False):
+@dataclass(frozen=True)
+class ClassRows:
+    """Rows of logits with the classes along one axis: what the primitive takes."""
+
+    logits: jax.Array
+    where: jax.Array | None  # with as many axes as the logits
+    scale: Any  # with as many axes, and size 1 along the classes; None for 1
+    axis: int  # of the classes
+
+    @classmethod
+    def of(cls, function: str, logits, where, scale, axes: tuple[int, ...], dtype) -> "ClassRows":
+        """Returns rows of `[*rows, classes]`, a mask of rows or of classes, and a scale that broadcasts to `[*rows]`."""
+        axis = axes[0] if len(axes) == 1 else logits.ndim - len(axes)
+        if where is not None:
+            where = aligned_mask(function, where, logits.shape, axes)
+            where = flattened(jnp.broadcast_to(where, logits.shape) if len(axes) > 1 else where, axes)
+        if scale is not None:
+            of_rows = row_scale(function, scale, logits.shape, tuple(sorted(axes)), dtype)
+            scale = of_rows if len(axes) == 1 else flattened(jnp.asarray(of_rows), axes)
+        return cls(flattened(logits, axes), where, scale, axis)
+
+
+def terms_from_classes(function, rows: ClassRows, labels, axis_name, params, *, ignore_index=None, counts_all=False):
     """Computes the terms of rows for labels that are classes, by the primitive.
 
     Args:
       function: name of the public function, for errors.
-      logits: floating array `[*rows, classes]`.
-      labels: integers that broadcast with `[*rows]`.
-      where: mask of rows or of classes, or None.
-      scale: number, or array that broadcasts to `[*rows]`, or None.
-      axes: axes of the classes.
+      rows: logits, mask and scale.
+      labels: integers `[*rows]`.
       axis_name: mesh axes over which devices share the classes inside of a `shard_map`.
       params: parameters of the primitive except `axes`.
       ignore_index: label of rows that do not count, or None.
       counts_all: True to compute the terms of rows that do not count too, for any label.
 
     Returns:
-      The terms (`nll`, `lse`, and what `params` ask for), the number of classes that take part in each row, and True for each
-      row that counts; None if all rows do.
+      The terms (`nll`, `lse`, and what `params` ask for, a state last), the number of classes that take part in each row, and
+      True for each row that counts; None if all rows do.
     """
-    logits = _with_rows_of(function, labels, logits, axes, params["dtype"])
-    rows = tuple([size for axis, size in enumerate(logits.shape) if axis not in axes])
-    labels = _broadcast("labels", labels, rows, function)
-    if where is not None:
-        where = aligned_mask(function, where, logits.shape, axes)
-        where = flattened(jnp.broadcast_to(where, logits.shape) if len(axes) > 1 else where, axes)
-    if scale is not None:
-        of_rows = row_scale(function, scale, logits.shape, tuple(sorted(axes)), params["dtype"])
-        scale = of_rows if len(axes) == 1 else flattened(jnp.asarray(of_rows), axes)
-    logits, axis = flattened(logits, axes), axes[0] if len(axes) == 1 else len(rows)
-    classes, all_classes = _count_classes(function, where, logits.shape, (axis,), axis_name)
-    counts = None if where is None else classes != 0
+    axis = rows.axis
+    classes, all_classes = _count_classes(function, rows.where, rows.logits.shape, (axis,), axis_name)
+    counts = None if rows.where is None else classes != 0
     if ignore_index is not None:
         is_label = _differs(labels, ignore_index)
         counts = is_label if counts is None else counts & is_label
     index = index_of(labels, all_classes)
     if counts is not None:  # with any label of the row, the primitive computes the log-sum-exp that is returned
         index = jnp.where(counts, index, 0 if counts_all else NO_ROW)
-    operands = {"x": logits, "labels": jnp.expand_dims(index, axis), "where": where, "scale": scale}
-    params = {"axes": (axis,), **params}
+    operands = {"x": rows.logits, "labels": jnp.expand_dims(index, axis), "where": rows.where, "scale": rows.scale}
+    params, with_state = {"axes": (axis,), **params}, params.get("return_state", False)
+    params.pop("return_state", None)
     if axis_name:
-        terms = across_devices.cross_entropy_of_parts(axis_name, params, *operands.values())[:-2]
+        terms = across_devices.cross_entropy_of_parts(axis_name, params, *operands.values())
+        terms = terms if with_state else terms[:-2]
     else:
-        terms = bind(CROSS_ENTROPY, operands, return_state=False, **params)
+        terms = bind(CROSS_ENTROPY, operands, return_state=with_state, **params)
     return [jnp.squeeze(term, axis) for term in terms], classes, counts
 
 
-def _with_rows_of(function, labels, logits, axes, dtype):
+def _with_rows_of(labels, logits, axes, dtype):
     """Broadcasts axes of size 1 of the rows of logits to the sizes that labels have there, as optax does.
 
     Logits that are broadcast get the dtype of the arithmetic, in which their gradient accumulates.
@@ -258,7 +274,7 @@ def _with_rows_of(function, labels, logits, axes, dtype):
     try:
         sizes = dict(zip(others, lax.broadcast_shapes(rows, labels.shape), strict=True))
     except ValueError:
-        raise ValueError(f"{function}: labels must broadcast with rows of shape {rows}, got {labels.shape}") from None
+        raise ValueError(f"{_NAME}: labels must broadcast with rows of shape {rows}, got {labels.shape}") from None
     shape = tuple([sizes.get(axis, size) for axis, size in enumerate(logits.shape)])
     return logits if shape == logits.shape else jnp.broadcast_to(logits.astype(dtype), shape)
 
@@ -281,15 +297,15 @@ def _terms_from_probabilities(logits, labels, where, scale, axes, axis_name, par
         where = aligned_mask(_NAME, where, shape, axes)
         logits = jnp.broadcast_to(logits, lax.broadcast_shapes(logits.shape, where.shape))
     logits = logits.astype(dtype)  # once: cotangents of narrow logits would be rounded before they are added up
-    scores = capped(select(where, logits, 0), soft_cap)
-    if scale is not None:
-        scores = scores * row_scale(_NAME, scale, shape, axes, dtype)
-    x = logits if soft_cap is None and scale is None else scores
+    bent = capped(select(where, logits, 0), soft_cap)
+    scale = None if scale is None else row_scale(_NAME, scale, shape, axes, dtype)
+    scores = bent if scale is None else scaled_scores(bent, scale)
+    x = logits if soft_cap is None else bent
     lse_params = {"axes": axes, "dtype": dtype, "implementation": params["implementation"]}
     if axis_name:
-        lse = logsumexp_of_parts(axis_name, lse_params, x, where, None)
+        lse = logsumexp_of_parts(axis_name, lse_params, x, where, scale)
     else:
-        (lse,) = bind(LOGSUMEXP, {"x": x, "where": where}, return_state=False, **lse_params)
+        (lse,) = bind(LOGSUMEXP, {"x": x, "where": where, "scale": scale}, return_state=False, **lse_params)
     labels, nll = select(where, labels, 0), lse - scores
     counts = (labels != 0) | jnp.isfinite(nll)  # 0 * inf would be NaN
     sums = [jnp.sum(labels * jnp.where(counts, nll, 0), axes)]
@@ -578,4 +594,4 @@ def flattened(array: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     if len(axes) == 1:
         return array
     moved = jnp.moveaxis(array, axes, range(-len(axes), 0))
-    return moved.reshape(*moved.shape[: -len(axes)], -1)
+    return moved.reshape(*moved.shape[: -len(axes)], math.prod(moved.shape[-len(axes) :]))

@@ -13,10 +13,10 @@ from jaxsoftmax._core.choose import check_implementation
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.sharding import Cut
 from jaxsoftmax.ops.cross_entropy.across_devices import local_labels
-from jaxsoftmax.ops.cross_entropy.api import aligned_mask, class_axes, index_of, terms_from_classes
+from jaxsoftmax.ops.cross_entropy.api import ClassRows, class_axes, index_of, terms_from_classes
 from jaxsoftmax.ops.cross_entropy.implementations import CROSS_ENTROPY_FAMILY
-from jaxsoftmax.ops.cross_entropy.xla import capped
-from jaxsoftmax.ops.softmax.api import row_scale
+from jaxsoftmax.ops.cross_entropy.xla import capped, entry_at
+from jaxsoftmax.ops.softmax.xla import saved_exponent
 
 
 def entropy(
@@ -79,9 +79,9 @@ def entropy(
     """
     logits, where, axes, names, params = _checked("entropy", logits, axis, where, axis_name, implementation)
     rows = tuple([size for position, size in enumerate(logits.shape) if position not in axes])
-    labels = jnp.zeros(rows, jnp.int32)
+    of_classes = ClassRows.of("entropy", logits, where, scale, axes, params["dtype"])
     (_, _, result), classes, counts = terms_from_classes(
-        "entropy", logits, labels, where, scale, axes, names, params | {"return_entropy": True}
+        "entropy", of_classes, jnp.zeros(rows, jnp.int32), names, params | {"return_entropy": True}
     )
     if counts is None and isinstance(classes, int) and classes == 0:
         return jnp.zeros_like(result)
@@ -144,8 +144,8 @@ def log_probs(
 
     Args:
       logits: floating array `[*rows, classes]`, with the classes along `axis`.
-      ids: integers, the classes that were chosen: `[*rows]`, one for each row, or `[*rows, n]`, several for each row. With
-        several the gradient takes four passes over the logits more.
+      ids: integers, the classes that were chosen: `[*rows]`, one for each row, or `[*rows, n]`, several for each row. The
+        gradient for several ids takes four more passes over the logits.
       axis: axis of the classes in `logits`; -1 by default. It may name several axes, or be None for all. An id then is an
         index into `logits[axis]`, flattened in the order of `axis`.
       where: boolean mask, or None (the default). A mask with as many axes as `[*rows]` selects the rows that take part. A
@@ -165,8 +165,9 @@ def log_probs(
     Returns:
       Log-probabilities in the shape of `ids`, float32, or float64 if `logits` are float64. With `return_entropy` or
       `return_lse` the result is a tuple: the log-probabilities, the entropies `[*rows]`, and the log-sum-exp `[*rows]`, those
-      that are asked for. An id that is not the index of a class gives NaN. An id that `where` hides gives `-inf`. A row in
-      which nothing takes part gives 0 for its log-probabilities and its entropy.
+      that are asked for. An id that is not the index of a class gives NaN, and one that `where` hides gives `-inf`. In a row
+      that holds `+inf` the log-probability of `+inf` is NaN, that of other scores `-inf`, and the entropy NaN. A row in which
+      `where` leaves nothing gives 0 for its log-probabilities, whatever its ids are, and for its entropy.
 
     Raises:
       TypeError: `logits` are not floating, `ids` are not integers, `where` is not boolean, `axis` is not made of integers,
@@ -211,30 +212,27 @@ def log_probs(
     rows = tuple([size for position, size in enumerate(logits.shape) if position not in axes])
     if ids.shape[: len(rows)] != rows or ids.ndim > len(rows) + 1:
         raise ValueError(f"{name}: ids must have the shape {rows} of rows, or that and one axis more, got {ids.shape}")
-    first, beside = ids, None
-    if ids.ndim > len(rows):
-        scores = capped(_at(logits, ids, axes, names, jnp.nan).astype(params["dtype"]), params["soft_cap"])
-        if scale is not None:
-            scores = scores * row_scale(name, scale, (*rows, 1), (len(rows),), params["dtype"])
-        # The log-probabilities are that of the likeliest id plus differences of scores, which are exact as logarithms are not.
-        best = jnp.argmax(jnp.where(jnp.isnan(scores), -jnp.inf, scores), -1, keepdims=True)
-        top = jnp.take_along_axis(scores, best, -1)
-        first = jnp.squeeze(jnp.take_along_axis(ids, best, -1), -1)
-        beside = jnp.where(scores == top, 0, scores - top)
-    options = params | {"return_entropy": return_entropy}
-    (nll, lse, *entropies), _, counts = terms_from_classes(
-        name, logits, first, where, scale, axes, names, options, counts_all=return_lse
-    )
-    log_p = -nll if beside is None else beside - jnp.expand_dims(nll, -1)
-
-    def counted(values):
-        if counts is None:
-            return values
-        return jnp.where(lax.expand_dims(counts, range(counts.ndim, values.ndim)), values, 0)
-
-    if where is not None and where.ndim != len(rows):
-        log_p = jnp.where(_at(aligned_mask(name, where, logits.shape, axes), ids, axes, names, True), log_p, -jnp.inf)
-    results = [counted(log_p), *map(counted, entropies), *([lse] if return_lse else [])]
+    of_classes, several = ClassRows.of(name, logits, where, scale, axes, params["dtype"]), ids.ndim > len(rows)
+    params |= {"return_entropy": return_entropy, "return_state": several}
+    # Of several ids the primitive gives the state alone: with one of them it would make the gradient of that one.
+    labels = jnp.zeros(rows, jnp.int32) if several else ids
+    (nll, lse, *others), _, counts = terms_from_classes(name, of_classes, labels, names, params)
+    candidates = ids if several else jnp.expand_dims(ids, -1)
+    if several:
+        m, d = (jnp.expand_dims(part, -1) for part in others[-2:])
+        scores = capped(_at(of_classes.logits, candidates, of_classes.axis, names, jnp.nan).astype(m.dtype), params["soft_cap"])
+        of_rows = None if of_classes.scale is None else jnp.expand_dims(jnp.squeeze(of_classes.scale, of_classes.axis), -1)
+        log_p = saved_exponent(scores, m, of_rows) - jnp.log(d)
+    else:
+        log_p = jnp.expand_dims(-nll, -1)
+    if of_classes.where is not None and where is not None and where.ndim != len(rows):
+        seen = jnp.broadcast_to(of_classes.where, of_classes.logits.shape).astype(jnp.int32)
+        log_p = jnp.where(_at(seen, candidates, of_classes.axis, names, 1) != 0, log_p, -jnp.inf)
+    if counts is not None:
+        log_p = jnp.where(jnp.expand_dims(counts, -1), log_p, 0)
+        lse = jnp.where(counts, lse, -jnp.inf)
+    entropies = others[:1] if return_entropy else []
+    results = [log_p if several else jnp.squeeze(log_p, -1), *entropies, *([lse] if return_lse else [])]
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -249,29 +247,21 @@ def _checked(function, logits, axis, where, axis_name, implementation):
     return logits, where, axes, names, params
 
 
-def _at(values, ids, axes, names, otherwise):
-    """Returns the values at `ids`, `[*rows]` or `[*rows, n]`, and `otherwise` where an id is no class.
+def _at(values, ids, axis, names, otherwise):
+    """Returns the entries of rows along an axis at `ids`, `[*rows, n]`, and `otherwise` where an id is no class.
 
-    Args:
-      values: array `[*rows, classes]`, of which axes may have size 1.
-      ids: integers.
-      axes: axes of the classes.
-      names: mesh axes over which devices share the classes.
-      otherwise: value for an id that is no class.
+    `names` are mesh axes over which devices share the classes.
     """
-    several = ids.ndim > values.ndim - len(axes)
-    values = jnp.moveaxis(values, axes, range(-len(axes), 0))
-    values = values.reshape(*values.shape[: values.ndim - len(axes)], -1)
-    if values.shape[-1] == 1:  # of a mask
-        values = jnp.squeeze(values, -1)
-        return jnp.broadcast_to(jnp.expand_dims(values, -1) if several else values, ids.shape)
-    local = values.shape[-1]
-    cut = Cut.of_part(names, local)
-    index = index_of(ids, cut.size if names else local)
-    own = local_labels(index, local, {0: cut}) if names else index
-    values = jnp.broadcast_to(values, (*ids.shape[: values.ndim - 1], local))
-    one_by_one = own if several else jnp.expand_dims(own, -1)
-    taken = jnp.take_along_axis(values, jnp.maximum(one_by_one, 0), -1, mode="promise_in_bounds").reshape(ids.shape)
-    if names:
-        taken = lax.psum(jnp.where(own >= 0, taken, jnp.zeros((), taken.dtype)), names)
+    if ids.shape[-1] == 0:
+        return jnp.zeros(ids.shape, values.dtype)
+    size = values.shape[axis]
+    cut = Cut.of_part(names, size)
+    index = index_of(ids, cut.size if names else size)
+    own = local_labels(index, size, {0: cut}) if names else index
+
+    def entries(own):
+        return jnp.squeeze(entry_at(values, jnp.expand_dims(own, axis), (axis,), 0), axis)
+
+    taken = jax.vmap(entries, -1, -1)(own)
+    taken = lax.psum(taken, names) if names else taken
     return jnp.where(index >= 0, taken, jnp.asarray(otherwise, taken.dtype))

@@ -61,7 +61,7 @@ def cross_entropy_jvp(
     bent = capped(x, soft_cap)
     p = weights_of_state(bent, m, d, where, scale)
     weighted = p * select(p != 0, u, 0)
-    sums = [sum_along(weighted, axes), _at(u, labels, axes, 0)]
+    sums = [sum_along(weighted, axes), entry_at(u, labels, axes, 0)]
     if return_total:
         sums.append(sum_along(select(where, u, 0), axes))
     if return_entropy:
@@ -102,8 +102,8 @@ def cross_entropy_vjp(x, m, d, a, b, c, e, labels, where, scale, *, axes, dtype,
         return gradient
     if soft_cap is None and gradient.dtype == acc:  # adding `b` rounds once, and gathers no scores
         return _put(gradient, labels, b if of_scores else _times(b, scale), axes, adds=True)
-    seen = None if where is None else _at(jnp.zeros_like(x, jnp.int32) + where.astype(jnp.int32), labels, axes, 0) != 0
-    return _put(gradient, labels, gradient_at(_at(x, labels, axes, 0), seen, b), axes)
+    seen = None if where is None else entry_at(jnp.zeros_like(x, jnp.int32) + where.astype(jnp.int32), labels, axes, 0) != 0
+    return _put(gradient, labels, gradient_at(entry_at(x, labels, axes, 0), seen, b), axes)
 
 
 def _weighted(a, e, counts, x, m, d, where, scale, soft_cap):
@@ -217,7 +217,7 @@ def factors(t, lse, label_smoothing, z_loss, classes):
 
 def chosen_score(x, labels, axes, soft_cap, dtype):
     """Computes the scores of the labels before a scale, `[*rows, 1]` in `dtype`; NaN for a label that is no class."""
-    return capped(_at(x, labels, axes, jnp.nan).astype(dtype), soft_cap)
+    return capped(entry_at(x, labels, axes, jnp.nan).astype(dtype), soft_cap)
 
 
 def capped(x, soft_cap):
@@ -243,7 +243,7 @@ def slope(x, soft_cap):
     return jnp.ones((), x.dtype) if soft_cap is None else 1 - jnp.tanh(x / soft_cap) ** 2
 
 
-def _at(values, labels, axes, otherwise):
+def entry_at(values, labels, axes, otherwise):
     """Returns the values at the labels, or `otherwise` where a label is no entry of the row."""
     (axis,) = axes
     size = values.shape[axis]
