@@ -52,7 +52,7 @@ def widened_from(value: mlir.ir.Value) -> mlir.ir.Value | None:
         source = operation.operands[0]
         return source if _dtype(value) == "f32" and narrow_dtype(source) else None
     if operation.name in _MOVES and (source := widened_from(operation.operands[0])) is not None:
-        return _moved(operation, source)
+        return _emit_move(operation, source)
     return None
 
 
@@ -73,7 +73,7 @@ def scaled_from(value: mlir.ir.Value, axes: Sequence[int]) -> Scaled | None:
     instead of two would give other scores than the gradient has, which may run on the reference. If the product was reshaped,
     transposed, sliced or resharded, the same is done to the source.
     """
-    if (sides := _sides(value, axes)) is not None:
+    if (sides := _split_product(value, axes)) is not None:
         source, factor, divides = sides
         return Scaled(widened_from(source) or source, factor, divides)
     operation = _definition(value)
@@ -84,11 +84,11 @@ def scaled_from(value: mlir.ir.Value, axes: Sequence[int]) -> Scaled | None:
     scaled = scaled_from(product, axes if is_in_place else range(_type(product).rank))
     if scaled is None:
         return None
-    factor = scaled.factor if is_in_place else _number(scaled.factor, value)
-    return Scaled(_moved(operation, scaled.source), factor, scaled.divides)
+    factor = scaled.factor if is_in_place else _emit_number(scaled.factor, value)
+    return Scaled(_emit_move(operation, scaled.source), factor, scaled.divides)
 
 
-def _sides(value, axes) -> tuple[Any, Any, bool] | None:
+def _split_product(value, axes) -> tuple[Any, Any, bool] | None:
     """Returns the source and the factor, or divisor, of the product or quotient that `value` is, and which it is, or None."""
     operation = _definition(value)
     if operation is None or _dtype(value) not in ("f32", *_NARROW):
@@ -103,7 +103,7 @@ def _sides(value, axes) -> tuple[Any, Any, bool] | None:
         number = _constant_along(other, axes)
     if number is None:
         return None
-    return source, _made("stablehlo.convert", _type(number).shape, "f32", number), is_quotient
+    return source, _emit("stablehlo.convert", _type(number).shape, "f32", number), is_quotient
 
 
 def _constant_along(value, axes) -> mlir.ir.Value | None:
@@ -117,7 +117,7 @@ def _constant_along(value, axes) -> mlir.ir.Value | None:
     if operation.name == "sdy.sharding_constraint":
         return _constant_along(operation.operands[0], axes)
     if operation.name == "stablehlo.convert" and (number := _constant_along(operation.operands[0], axes)) is not None:
-        return _made("stablehlo.convert", _type(number).shape, _dtype(value), number)
+        return _emit("stablehlo.convert", _type(number).shape, _dtype(value), number)
     if operation.name == "stablehlo.constant":
         values = mlir.ir.DenseElementsAttr(operation.attributes["value"])
         if not values.is_splat:
@@ -133,7 +133,7 @@ def _constant_along(value, axes) -> mlir.ir.Value | None:
         sizes[axis] = size
     if any(sizes[axis] != 1 for axis in axes):
         return None
-    return _made("stablehlo.reshape", sizes, _dtype(value), number)
+    return _emit("stablehlo.reshape", sizes, _dtype(value), number)
 
 
 def narrow_dtype(value: mlir.ir.Value) -> str | None:
@@ -242,18 +242,18 @@ def _dtype(value) -> str:
 # Operations that are emitted beside the one that is lowered. XLA leaves out those that nothing uses.
 
 
-def _made(name: str, shape: Sequence[int], dtype: str, *operands: Any, **attributes: Any) -> mlir.ir.Value:
+def _emit(name: str, shape: Sequence[int], dtype: str, *operands: Any, **attributes: Any) -> mlir.ir.Value:
     """Emits an operation with one result of this shape and dtype."""
     result = mlir.ir.RankedTensorType.get(shape, mlir.ir.Type.parse(dtype))
     return mlir.ir.Operation.create(name, [result], operands, attributes).result
 
 
-def _moved(operation, source) -> mlir.ir.Value:
+def _emit_move(operation, source) -> mlir.ir.Value:
     """Emits the operation, one of _MOVES, on `source` in place of its operand."""
     attributes = {name: operation.attributes[name] for name in operation.attributes}
-    return _made(operation.name, _type(operation.results[0]).shape, _dtype(source), source, **attributes)
+    return _emit(operation.name, _type(operation.results[0]).shape, _dtype(source), source, **attributes)
 
 
-def _number(value, beside) -> mlir.ir.Value:
+def _emit_number(value, beside) -> mlir.ir.Value:
     """Emits the one element of `value` with as many axes as `beside` has."""
-    return _made("stablehlo.reshape", [1] * _type(beside).rank, _dtype(value), value)
+    return _emit("stablehlo.reshape", [1] * _type(beside).rank, _dtype(value), value)
