@@ -69,7 +69,7 @@ def scaled_from(value: mlir.ir.Value, axes: Sequence[int]) -> Scaled | None:
     """Returns the two sides of the product, or quotient, that `value` is, if one side is constant along `axes`, else None.
 
     The arithmetic is that of float32, bfloat16 or float16. A quotient keeps its divisor, so that no operation of XLA comes
-    before a kernel: the reciprocal of each row took 1.1 us (H200). Of several products the last one alone is undone. One factor
+    before a kernel: the reciprocal of each row took 1.1 us (H200). The last one of several products alone is undone. One factor
     instead of two would give other scores than the gradient has, which may run on the reference. If the product was reshaped,
     transposed, sliced or resharded, the same is done to the source.
     """

@@ -214,7 +214,7 @@ def log_probs(
         raise ValueError(f"{name}: ids must have the shape {rows} of rows, or that and one axis more, got {ids.shape}")
     of_classes, several = ClassRows.of(name, logits, where, scale, axes, params["dtype"]), ids.ndim > len(rows)
     params |= {"return_entropy": return_entropy, "return_state": several}
-    # Of several ids the primitive gives the state alone: with one of them it would make the gradient of that one.
+    # For several ids the primitive gives the state alone: its `nll` is that of one label, and is not used.
     labels = jnp.zeros(rows, jnp.int32) if several else ids
     (nll, lse, *others), _, counts = terms_from_classes(name, of_classes, labels, names, params)
     candidates = ids if several else jnp.expand_dims(ids, -1)
