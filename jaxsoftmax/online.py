@@ -89,6 +89,7 @@ Axis = int | tuple[int, ...]
 Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 _LOG2E = math.log2(math.e)
+_LEAST_EXPONENT = -1000.0  # the exponential of any number below it is 0, also in float64
 
 
 class State(NamedTuple):
@@ -566,11 +567,47 @@ def weights(scores: jax.Array, m: jax.Array, *, axis: Axis = -1, scale: jax.Arra
 
 def exponentials(scores: jax.Array, m: jax.Array, *, axis: Axis = -1, scale: jax.Array | None = None) -> jax.Array:
     """Computes `weights` for an `m` that `shift` has made finite, which several blocks of scores share."""
+    return jnp.exp(exponents(scores, m, axis=axis, scale=scale))
+
+
+def exponents(scores: jax.Array, m: jax.Array, *, axis: Axis = -1, scale: jax.Array | None = None) -> jax.Array:
+    """Computes the logarithms of `weights` for a finite `m`."""
     exponent = scores - _along(m, scores, axis)
-    if scale is not None:  # 0 * -inf would be NaN
-        scaled = exponent * _along(scale, scores, axis).astype(exponent.dtype)
-        exponent = jnp.where(exponent == -jnp.inf, exponent, scaled)
-    return jnp.exp(exponent)
+    if scale is None:
+        return exponent
+    scaled = exponent * _along(scale, scores, axis).astype(exponent.dtype)
+    return jnp.where(exponent == -jnp.inf, exponent, scaled)  # 0 * -inf would be NaN
+
+
+def bounded(exponent: jax.Array) -> jax.Array:
+    """Returns exponents that are finite where the weight is 0, so that their product with the weight is 0."""
+    return jnp.maximum(exponent, _LEAST_EXPONENT)
+
+
+def lower_exponents(
+    m: jax.Array,
+    d: jax.Array,
+    sums: jax.Array,
+    lower: jax.Array,
+    *,
+    scale: jax.Array | None = None,
+    product: Product = operator.mul,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns `d`, and sums of weights times their exponents, relative to a finite maximum instead of `m`.
+
+    An exponent grows by the distance of the maxima, so that the second sum needs the first one.
+
+    Args:
+      m: maxima of states.
+      d: `d` of the states.
+      sums: sums of weights times `bounded` exponents, in the shape of `m`.
+      lower: the finite maximum, not less than `m`: one for all, or in the shape of `m`.
+      scale: as in `push`, likewise.
+      product: product of two arrays.
+    """
+    step = bounded(exponents(m, lower, axis=(), scale=scale))
+    factor = jnp.exp(step)
+    return product(d, factor), product(sums + d * step, factor)
 
 
 def _along(row: jax.Array, like: jax.Array, axis: Axis) -> jax.Array:

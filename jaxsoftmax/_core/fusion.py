@@ -73,9 +73,8 @@ def scaled_from(value: mlir.ir.Value, axes: Sequence[int]) -> Scaled | None:
     instead of two would give other scores than the gradient has, which may run on the reference. If the product was reshaped,
     transposed, sliced or resharded, the same is done to the source.
     """
-    if (sides := _split_product(value, axes)) is not None:
-        source, factor, divides = sides
-        return Scaled(widened_from(source) or source, factor, divides)
+    if (scaled := _split_product(value, axes)) is not None:
+        return scaled
     operation = _definition(value)
     if operation is None or operation.name not in _MOVES - {"stablehlo.broadcast_in_dim"}:
         return None
@@ -88,8 +87,8 @@ def scaled_from(value: mlir.ir.Value, axes: Sequence[int]) -> Scaled | None:
     return Scaled(_emit_move(operation, scaled.source), factor, scaled.divides)
 
 
-def _split_product(value, axes) -> tuple[Any, Any, bool] | None:
-    """Returns the source and the factor, or divisor, of the product or quotient that `value` is, and which it is, or None."""
+def _split_product(value, axes) -> Scaled | None:
+    """Returns the two sides of `value` if it is itself such a product or quotient, else None."""
     operation = _definition(value)
     if operation is None or _dtype(value) not in ("f32", *_NARROW):
         return None
@@ -103,7 +102,8 @@ def _split_product(value, axes) -> tuple[Any, Any, bool] | None:
         number = _constant_along(other, axes)
     if number is None:
         return None
-    return source, _emit("stablehlo.convert", _type(number).shape, "f32", number), is_quotient
+    factor = _emit("stablehlo.convert", _type(number).shape, "f32", number)
+    return Scaled(widened_from(source) or source, factor, divides=is_quotient)
 
 
 def _constant_along(value, axes) -> mlir.ir.Value | None:

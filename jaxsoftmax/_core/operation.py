@@ -128,7 +128,7 @@ class Operation:
         return [() if self.is_aligned else self.by_name[name].axes for name in names], out
 
     def multiplied(self, operands: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns operands by name without one of `FACTORS`: what it belongs to is multiplied, or divided, in float32."""
+        """Returns operands by name without their factor: multiplies, or divides, what it belongs to, in float32."""
         operands = dict(operands)
         factor, divisor = (operands.pop(name, None) for name in FACTORS)
         if factor is not None:

@@ -24,6 +24,13 @@ class LossOptions(TypedDict, total=False, closed=True):
     axis_name: str | Sequence[str] | None
     implementation: str | None
 
+# `log_probs`, except `return_entropy` and `return_lse`.
+class LogProbOptions(TypedDict, total=False, closed=True):
+    scale: ArrayLike | None
+    logits_soft_cap: float | None
+    axis_name: str | Sequence[str] | None
+    implementation: str | None
+
 # `softmax_top_k`, except `return_lse`.
 class TopWeightOptions(TypedDict, total=False, closed=True):
     axis: int

@@ -24,6 +24,7 @@ OVERLOADED = {
     for function in (
         jaxsoftmax.logsumexp,
         jaxsoftmax.cross_entropy,
+        jaxsoftmax.log_probs,
         jaxsoftmax.softmax_top_k,
         jaxsoftmax.categorical,
         jaxsoftmax.dot_product_attention,

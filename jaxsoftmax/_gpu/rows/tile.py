@@ -106,13 +106,14 @@ class Tile:
 
         An exponent is `scale * (score - m)`, and a weight the exponential of it.
         """
-        plan = self.memory.plan
+        plan, size = self.memory.plan, None if scale is None else self.along(scale)
+        lower = functools.partial(online.lower_exponents, scale=size, product=self._product)
 
         def add(elements, m, d, sums):
             for score in elements:
-                exponent = exponent_of(score, m, scale)
+                exponent = online.exponents(score, m, axis=(), scale=size)
                 weight = jnp.exp(exponent)
-                d, sums = d + weight, sums + weight * bounded(exponent)
+                d, sums = d + weight, sums + weight * online.bounded(exponent)
             return d, sums
 
         if plan.storage != Storage.NOWHERE:
@@ -126,23 +127,16 @@ class Tile:
             elements, top = self._elements(scores, steps)
             top = jnp.maximum(m, top)
             shifted = online.shift(top)
-            return [top, *add(elements, shifted, *self._lowered(m, d, sums, shifted, scale))]
+            return [top, *add(elements, shifted, *lower(m, d, sums, shifted))]
 
         m, d, sums = self._fold(push, [self.accumulator(-jnp.inf), self.accumulator(0), self.accumulator(0)])
         top = self._maximum(m)
-        d, sums = self._lowered(m, d, sums, self.along(online.shift(top)), scale)
+        d, sums = lower(m, d, sums, self.along(online.shift(top)))
         return State(top, self.of_places(d)), self.of_places(sums)
 
     def sum_exponents(self, local: State, sums: jax.Array, m: jax.Array, scale=None, exchange: int = 0) -> jax.Array:
         """Sums weights times their exponents over rows with the maximum `m`, from the states and sums of warps."""
-        return self.sum(self._lowered(*local[:2], sums, online.shift(m), scale)[1], exchange)
-
-    def _lowered(self, m, d, sums, lower, scale) -> tuple[jax.Array, jax.Array]:
-        """Returns `d` and the sums of weights times exponents, relative to the finite maximum `lower` instead of `m`."""
-        step = bounded(exponent_of(m, lower, scale))
-        factor = jnp.exp(step)
-        product = self._product if m.shape == self.memory.plan.shape else operator.mul
-        return product(d, factor), product(sums + d * step, factor)
+        return self.sum(online.lower_exponents(*local[:2], sums, online.shift(m), scale=scale)[1], exchange)
 
     def weights(self, m: jax.Array, scale=None) -> tuple[Callable[[jax.Array], jax.Array], Any]:
         """Returns a function of scores to `online.weights` of them, up to a factor that is alike for all, and this factor.
@@ -367,21 +361,6 @@ class RowTile(Tile):
                 plgpu.commit_smem()
         everywhere = replicated(plan.warps)
         return [plgpu.load(slot, layout=everywhere, optimized=False) for slot in slots]
-
-
-def exponent_of(scores: jax.Array, m: jax.Array, scale=None) -> jax.Array:
-    """Computes `scale * (scores - m)` for a finite `m`, and `-inf` for a score of `-inf`."""
-
-    def along(row):
-        return lax.broadcast_in_dim(row, scores.shape, (0,) if row.ndim else ()) if row.shape != scores.shape else row
-
-    exponent = scores - along(m)
-    return exponent if scale is None else jnp.where(exponent == -jnp.inf, exponent, exponent * along(scale))
-
-
-def bounded(exponent: jax.Array) -> jax.Array:
-    """Returns exponents that are finite where the weight is 0, so that their product with the weight is 0."""
-    return jnp.maximum(exponent, jnp.full_like(exponent, -1000.0))
 
 
 def _rounded(layout: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:

@@ -117,15 +117,15 @@ class Policy:
             value = np.where(r.where, sum(parts), t * self.onehot) * self.slope
             unit = (16 + 3 * r.distance) * EPS
             size = r.y * (np.abs(g - t) + np.abs(h) * (np.abs(z) + np.abs(mean) + 1))
-            budget = (unit * size + 16 * EPS * np.abs(parts[0])) * (np.abs(self.slope) + np.abs(self.scale))
+            budget = (unit * size + 16 * EPS * np.abs(parts[0])) * (np.abs(self.slope) + np.abs(self.steepest))
             budget += (
-                TINY * np.maximum(1, np.abs(t) + 128 * np.abs(h) + np.abs(g)) * np.maximum(1, self.scale)
+                TINY * np.maximum(1, np.abs(t) + 128 * np.abs(h) + np.abs(g)) * np.maximum(1, self.steepest)
             )  # flushed weights
         return Truth(value, budget)
 
     @property
-    def scale(self) -> np.ndarray:
-        """Bound of the derivative of the scores."""
+    def steepest(self) -> np.ndarray:
+        """Largest absolute derivative of the scores of each row."""
         return np.max(np.abs(self.slope), self.rows.axes, keepdims=True)
 
 

@@ -75,8 +75,8 @@ def local_terms(runner, x, labels, where, scale=None, *, axes, dtype, soft_cap, 
     operands = {"x": x, "labels": labels, "where": where, "scale": scale}
     *_, m, d = results = runner(primitive.CROSS_ENTROPY, operands, return_state=True, return_entropy=return_entropy, **params)
     sums = results[2:-2]
-    if return_entropy:  # a part in which nothing takes part has no entropy
-        sums[-1] = jnp.where(d > 0, d * xla.mean_of(sums[-1], jnp.where(d > 0, d, 1)), 0)
+    if return_entropy:
+        sums[-1] = d * xla.mean_of(sums[-1], d)
     chosen = jnp.where(labels >= 0, xla.chosen_score(x, labels, axes, soft_cap, m.dtype), 0)
     return [m, d, chosen, *sums]
 

@@ -228,7 +228,9 @@ class ClassRows:
         return cls(flattened(logits, axes), where, scale, axis)
 
 
-def terms_from_classes(function, rows: ClassRows, labels, axis_name, params, *, ignore_index=None, counts_all=False):
+def terms_from_classes(
+    function, rows: ClassRows, labels, axis_name, params, *, ignore_index=None, counts_all=False, return_state=False
+):
     """Computes the terms of rows for labels that are classes, by the primitive.
 
     Args:
@@ -236,13 +238,14 @@ def terms_from_classes(function, rows: ClassRows, labels, axis_name, params, *, 
       rows: logits, mask and scale.
       labels: integers `[*rows]`.
       axis_name: mesh axes over which devices share the classes inside of a `shard_map`.
-      params: parameters of the primitive except `axes`.
+      params: parameters of the primitive except `axes` and `return_state`.
       ignore_index: label of rows that do not count, or None.
       counts_all: True to compute the terms of rows that do not count too, for any label.
+      return_state: True to return the state of rows too.
 
     Returns:
-      The terms (`nll`, `lse`, and what `params` ask for, a state last), the number of classes that take part in each row, and
-      True for each row that counts; None if all rows do.
+      The terms (`nll`, `lse`, and what `params` ask for; with `return_state` the state last), the number of classes that take
+      part in each row, and True for each row that counts; None if all rows do.
     """
     axis = rows.axis
     classes, all_classes = _count_classes(function, rows.where, rows.logits.shape, (axis,), axis_name)
@@ -254,13 +257,12 @@ def terms_from_classes(function, rows: ClassRows, labels, axis_name, params, *, 
     if counts is not None:  # with any label of the row, the primitive computes the log-sum-exp that is returned
         index = jnp.where(counts, index, 0 if counts_all else NO_ROW)
     operands = {"x": rows.logits, "labels": jnp.expand_dims(index, axis), "where": rows.where, "scale": rows.scale}
-    params, with_state = {"axes": (axis,), **params}, params.get("return_state", False)
-    params.pop("return_state", None)
+    params = {"axes": (axis,), **params}
     if axis_name:
         terms = across_devices.cross_entropy_of_parts(axis_name, params, *operands.values())
-        terms = terms if with_state else terms[:-2]
+        terms = terms if return_state else terms[:-2]
     else:
-        terms = bind(CROSS_ENTROPY, operands, return_state=with_state, **params)
+        terms = bind(CROSS_ENTROPY, operands, return_state=return_state, **params)
     return [jnp.squeeze(term, axis) for term in terms], classes, counts
 
 

@@ -1,7 +1,7 @@
 """Log-probabilities of chosen classes, and entropies: the results of cross-entropy that policies need."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,9 @@ from jaxsoftmax.ops.cross_entropy.api import ClassRows, class_axes, index_of, te
 from jaxsoftmax.ops.cross_entropy.implementations import CROSS_ENTROPY_FAMILY
 from jaxsoftmax.ops.cross_entropy.xla import capped, entry_at
 from jaxsoftmax.ops.softmax.xla import saved_exponent
+
+if TYPE_CHECKING:
+    from jaxsoftmax.ops.options import LogProbOptions
 
 
 def entropy(
@@ -95,12 +98,9 @@ def log_probs(
     axis: int | Sequence[int] | None = -1,
     where: ArrayLike | None = None,
     *,
-    scale: ArrayLike | None = None,
-    logits_soft_cap: float | None = None,
     return_entropy: Literal[False] = False,
     return_lse: Literal[False] = False,
-    axis_name: str | Sequence[str] | None = None,
-    implementation: str | None = None,
+    **options: "Unpack[LogProbOptions]",
 ) -> jax.Array: ...
 
 
@@ -111,13 +111,10 @@ def log_probs(
     axis: int | Sequence[int] | None = -1,
     where: ArrayLike | None = None,
     *,
-    scale: ArrayLike | None = None,
-    logits_soft_cap: float | None = None,
     return_entropy: bool = False,
     return_lse: bool = False,
-    axis_name: str | Sequence[str] | None = None,
-    implementation: str | None = None,
-) -> Any: ...
+    **options: "Unpack[LogProbOptions]",
+) -> jax.Array | tuple[jax.Array, ...]: ...
 
 
 def log_probs(
@@ -132,7 +129,7 @@ def log_probs(
     return_lse: bool = False,
     axis_name: str | Sequence[str] | None = None,
     implementation: str | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, ...]:
     """Computes the log-probabilities of chosen classes, and the entropy of each row from the same read.
 
     The scores `s` are the logits, or `logits_soft_cap * tanh(logits / logits_soft_cap)`, times `scale`. The result is
@@ -213,10 +210,10 @@ def log_probs(
     if ids.shape[: len(rows)] != rows or ids.ndim > len(rows) + 1:
         raise ValueError(f"{name}: ids must have the shape {rows} of rows, or that and one axis more, got {ids.shape}")
     of_classes, several = ClassRows.of(name, logits, where, scale, axes, params["dtype"]), ids.ndim > len(rows)
-    params |= {"return_entropy": return_entropy, "return_state": several}
+    params["return_entropy"] = return_entropy
     # For several ids the primitive gives the state alone: its `nll` is that of one label, and is not used.
     labels = jnp.zeros(rows, jnp.int32) if several else ids
-    (nll, lse, *others), _, counts = terms_from_classes(name, of_classes, labels, names, params)
+    (nll, lse, *others), _, counts = terms_from_classes(name, of_classes, labels, names, params, return_state=several)
     candidates = ids if several else jnp.expand_dims(ids, -1)
     if several:
         m, d = (jnp.expand_dims(part, -1) for part in others[-2:])

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxsoftmax import online
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.implementation import ReferencePlan
 from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._core.target import ONE_DEVICE, Target
 from jaxsoftmax.ops.cross_entropy import linear
 from jaxsoftmax.ops.softmax.xla import (
-    bounded,
     lse_of,
     saved_exponent,
     select,
@@ -65,7 +65,7 @@ def cross_entropy_jvp(
     if return_total:
         sums.append(sum_along(select(where, u, 0), axes))
     if return_entropy:
-        sums.append(sum_along(weighted * bounded(saved_exponent(bent, m, scale)), axes))
+        sums.append(sum_along(weighted * online.bounded(saved_exponent(bent, m, scale)), axes))
     return [total.astype(dtype) for total in sums]
 
 
@@ -120,7 +120,7 @@ def _weighted(a, e, counts, x, m, d, where, scale, soft_cap):
     exponent = select(where, exponent, -jnp.inf)
     factor = 0 if a is None else a / d
     if e is not None:
-        factor += e / d * bounded(exponent)
+        factor += e / d * online.bounded(exponent)
     return factor * jnp.exp(exponent)
 
 

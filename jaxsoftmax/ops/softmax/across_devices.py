@@ -203,9 +203,9 @@ def _merge_along_mesh(m, d, *sums, axis_name, scale=None, exponents=None):
     size = None if scale is None else jnp.abs(scale)
     m, d, _ = online.merge_along(online.State(maxima, parts), 0, scale=size)
     if exponents is not None:
-        below = maxima - online.finite(m)[None]  # how far the maximum of each part is
-        below = xla.bounded(below if size is None else below * size[None])
-        sums[-1] = jnp.where(parts > 0, jnp.exp(below) * (sums[-1] + parts * below), 0)
+        lower = jnp.broadcast_to(online.finite(m)[None], maxima.shape)
+        size = None if size is None else jnp.broadcast_to(size[None], maxima.shape)
+        _, sums[-1] = online.lower_exponents(maxima, parts, sums[-1], lower, scale=size)
     return [online.finite(m), d, *[jnp.sum(total, 0) for total in sums]]
 
 

@@ -23,8 +23,6 @@ from jaxsoftmax._core.implementation import ReferencePlan
 from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._core.target import CPU, ONE_DEVICE, Machine, Target
 
-LEAST_EXPONENT = -1000.0  # the exponential of any number below it is 0, also in float64
-
 
 def softmax(x, where, scale, *, axes, dtype):
     """Computes `exp(s - max s) / sum(exp(s - max s))`."""
@@ -155,12 +153,7 @@ def state_of(x, where, scale, axes, acc):
 def sum_of_exponents(x, m, where, scale, axes) -> jax.Array:
     """Computes `sum(exp(z) * z)`, where `z = s - max s` from the saved maximum; an entry of weight 0 adds 0."""
     exponent = _exponent(_directed(x, where, scale, m.dtype) - m, where, scale)
-    return sum_along(jnp.exp(exponent) * bounded(exponent), axes)
-
-
-def bounded(exponent) -> jax.Array:
-    """Returns exponents that are finite where the weight is 0, so that their product with the weight is 0."""
-    return jnp.maximum(exponent, LEAST_EXPONENT)
+    return sum_along(jnp.exp(exponent) * online.bounded(exponent), axes)
 
 
 def lse_of(m, d, scale) -> jax.Array:

@@ -26,7 +26,7 @@ from jaxsoftmax._gpu import fused, rows
 from jaxsoftmax._gpu.rows.kernel import Inside, Mask, PerRow, RowKernel, Whole
 from jaxsoftmax._gpu.rows.plan import ColumnPlan, RowPlan
 from jaxsoftmax._gpu.rows.plans_sm90 import plan_rows
-from jaxsoftmax._gpu.rows.tile import bounded, each, exponent_of
+from jaxsoftmax._gpu.rows.tile import each
 from jaxsoftmax.ops.cross_entropy import xla
 from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY, CROSS_ENTROPY_GRADIENT, CROSS_ENTROPY_VJP
 from jaxsoftmax.ops.cross_entropy.problem import CrossEntropyProblem
@@ -140,11 +140,11 @@ def _weights_with_exponents(tile, scores, m, d, inside, where, scale, numbers):
         d = jnp.where(d != 0, d, 1)  # a row with nothing to see
     scores, size = directed(tile, scores, inside, where, scale)
     a, e = None if numbers["a"] is None else tile.along(numbers["a"] / d), tile.along(numbers["e"] / d)
-    along_m = tile.along(m)
+    along_m, size = tile.along(m), None if size is None else tile.along(size)
 
     def weigh(score):
-        exponent = exponent_of(score, along_m, size)
-        factor = e * bounded(exponent)
+        exponent = online.exponents(score, along_m, axis=(), scale=size)
+        factor = e * online.bounded(exponent)
         return (factor if a is None else a + factor) * jnp.exp(exponent)
 
     return each(weigh, scores)
