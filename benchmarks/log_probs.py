@@ -138,9 +138,11 @@ def ppo_cell(dtype: str, shape: tuple[int, int]) -> Cell:
     def truth(x, ids, scale, old, advantages):
         del scale
         found = oracle.log_probs(x, ids)
-        n, ratio = shape[0], np.exp(found.log_p.value - old)
+        n, ratio = shape[0], np.exp(found.log_p.value - old)  # rows may be some of them
         is_inside = (ratio * advantages <= np.clip(ratio, 1 - CLIP, 1 + CLIP) * advantages) & (ratio > 0)
-        return [found.gradient(-np.where(is_inside, ratio * advantages, 0) / n, np.full(n, -BONUS / n), np.zeros(n))]
+        return [
+            found.gradient(-np.where(is_inside, ratio * advantages, 0) / n, np.full(len(ids), -BONUS / n), np.zeros(len(ids)))
+        ]
 
     def with_old(key, hurtful):
         del hurtful  # the ratio of two log-probabilities of -inf is NaN

@@ -24,7 +24,8 @@ class RowProblem:
     written: tuple[int, ...] = ()  # bytes of an element of each result that is as large as the rows
     has_mask: bool = False  # True if there is a mask along the columns
     needs_end: bool = False  # True if the kernel must know which elements lie beyond the end of a row
-    reduces: Literal["state", "sum", "nothing"] = "state"  # what a result needs of its whole row
+    # What a result needs of its whole row; "exponents" are the state and the sum of weights times their exponents.
+    reduces: Literal["state", "exponents", "sum", "nothing"] = "state"
     n_exchanges: int = 1  # number of times that the kernel merges or sums over the warps of a row
     keeps_scores: bool = False  # True if results are made of the scores, which then stay beside their exponentials
 

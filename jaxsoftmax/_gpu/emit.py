@@ -332,6 +332,37 @@ def maximum(a: jax.Array, b: jax.Array, layout: Any) -> jax.Array:
     return emit(larger, None, (), [(a, layout), (b, layout)], plgpu.ShapeDtypeStruct(a.shape, a.dtype, layout=layout))
 
 
+def power_of_two_over(values: jax.Array, exponent: int, layout: Any) -> jax.Array:
+    """Returns the power of two by which each float32 gets the exponent `exponent`, as far as float32 has this power."""
+
+    def powers(values):
+        for register in values.registers.flat:
+            kind = integer(32)
+            if _is_vector(register):
+                kind = ir.VectorType.get(register.type.shape, kind)
+
+            def number(value, kind=kind):
+                return utils.c(value, kind)
+
+            biased = arith.andi(arith.shrui(arith.bitcast(kind, register), number(23)), number(255))
+            power = arith.maxsi(arith.minsi(arith.subi(number(2 * 127 + exponent), biased), number(254)), number(1))
+            yield arith.bitcast(register.type, arith.shli(power, number(23)))
+
+    kind = plgpu.ShapeDtypeStruct(values.shape, values.dtype, layout=layout)
+    return emit(lambda values: list(powers(values)), arrays=[(values, layout)], results=kind)
+
+
+def folded_registers(function: Callable[[Any, Any], Any], values: jax.Array, layout: Any) -> jax.Array:
+    """Folds the elements of each vector of a thread by a function of MLIR; all elements of the vector become the result."""
+
+    def folded(register):
+        elements = [_element(register, q) for q in range(register.type.shape[0])]
+        return vector.broadcast(register.type, functools.reduce(function, elements))
+
+    kind = plgpu.ShapeDtypeStruct(values.shape, values.dtype, layout=layout)
+    return emit(lambda values: list(map(folded, values.registers.flat)), arrays=[(values, layout)], results=kind)
+
+
 def larger_of_words(dtype: Any, a, b):
     """Computes the larger elements of two words; of floats NaN of sign 0 where one is NaN."""
     return utils.inline_ptx(f"max.{_MAXIMUM[jnp.dtype(dtype).name]} $0, $1, $2;", a, b, result_types=integer(32))
@@ -350,9 +381,25 @@ def fma(a: jax.Array, b: jax.Array, c: jax.Array, layout: Any) -> jax.Array:
 def plus_where(register, places, place, addend):
     """Adds `addend` to the elements of an MLIR vector of float32 whose `places`, an int32 plus a number, are `place`.
 
-    `place` and `addend` are one for all, or one for each element. An addition with a predicate is one instruction,
-    where a selection would be another.
+    `place` and `addend` are one for all, or one for each element.
     """
+    is_one = all(math.prod(ir.VectorType(value.type).shape) == 1 for value in (place, addend) if _is_vector(value))
+    if not is_one or len({first for first, _ in places}) > 1:
+        return _plus_where(register, places, place, addend)
+    # Few vectors have the place. A jump takes three instructions, the additions two for each element: a gradient of 8192 x
+    # 151936 bfloat16 logits is 2% faster (H200).
+    start, most = places[0][0], max(offset for _, offset in places)
+    has_place = compare("ule", arith.subi(_element(place, 0), start), constant(most))
+    branch: Any = scf.IfOp(has_place, [register.type], has_else=True)
+    with ir.InsertionPoint(branch.then_block):
+        scf.yield_([_plus_where(register, places, place, addend)])
+    with ir.InsertionPoint(branch.else_block):
+        scf.yield_([register])
+    return branch.results[0]
+
+
+def _plus_where(register, places, place, addend):
+    # An addition with a predicate is one instruction, where a selection would be another.
     total = llvm.mlir_undef(register.type)
     for q, (first, offset) in enumerate(places):
         at, more = (_element(value, q) for value in (place, addend))
@@ -365,9 +412,11 @@ def plus_where(register, places, place, addend):
 
 def _element(value, q: int):
     """Returns the q-th element of a vector, or its only one; a value that is no vector itself."""
-    if not isinstance(value.type, ir.VectorType):
-        return value
-    return llvm.extractelement(value, constant(q if value.type.shape[0] > 1 else 0))
+    return llvm.extractelement(value, constant(q if value.type.shape[0] > 1 else 0)) if _is_vector(value) else value
+
+
+def _is_vector(value) -> bool:
+    return isinstance(value.type, ir.VectorType)
 
 
 def before_row(first, step, width: int):

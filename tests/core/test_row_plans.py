@@ -178,7 +178,7 @@ def row_problems(draw):
         tuple(draw(st.lists(st.sampled_from([2, 4]), max_size=1))),
         has_mask=draw(st.booleans()),
         needs_end=draw(st.booleans()),
-        reduces=draw(st.sampled_from(["state", "sum", "nothing"])),
+        reduces=draw(st.sampled_from(["state", "exponents", "sum", "nothing"])),
         n_exchanges=draw(st.integers(0, 2)),
         keeps_scores=draw(st.booleans()),
     )

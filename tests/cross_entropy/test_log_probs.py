@@ -101,6 +101,36 @@ def test_kernels_along_another_axis(options, dtype, cols):
     assert set(ran) == {FORWARD, BACKWARD}
 
 
+@pytest.mark.parametrize("scale", [None, 2.7, -0.3, 0.0])
+@pytest.mark.parametrize(("cols", "dtype"), [(7, "float32"), (5000, "bfloat16"), (20544, "float16"), (20544, "float32")])
+def test_kernels_of_scores_that_hurt(cols, dtype, scale):
+    """Scores at the ends of the range, further apart than exponents, and ties: alone, and beside ordinary scores."""
+    most = float(np.finfo(dtype).max) if dtype == "float16" else float(jnp.finfo(dtype).max)
+    x = np.zeros((9, cols))
+    x[1:4] = np.array([-most, most, most * 0.7])[:, None]
+    x[4:8, ::2] = -most
+    x[5, 1], x[6, 3], x[7, 1::2] = most, 1e4, 1e4 * (1 + 2.0**-7)
+    x[6, 1::2], x[8] = 1e4, np.linspace(9990, 1e4, cols)  # whose maximum grows along the row
+    x, ids = x.astype(dtype), np.array([0, 1, 2, 0, 1, 3, 3, 0, 1], np.int32)
+    cotangents = tuple(np.random.default_rng(2).normal(size=9).astype(np.float32) for _ in range(3))
+    scale = None if scale is None else np.full((9, 1), scale, np.float32)
+    with emulating() as ran:
+        check(x, ids, cotangents, -1, None, scale, None, functools.partial(results_and_gradient, implementation="mosaic"))
+    assert set(ran) == {FORWARD, BACKWARD}
+
+
+@pytest.mark.parametrize("cols", [1, 300, 12501])
+def test_a_class_alone_has_no_entropy_in_kernels(cols):
+    """The largest score has the exponent 0 and the weight 1, exactly, although both are computed in base 2."""
+    x = np.full((32, cols), -np.inf, np.float32)
+    x[:, 0] = [3.1, -1e4, 1e-30, 1e30, *np.linspace(100, 3000, 28)]
+    scale = np.linspace(0.3, 2.9, 32, dtype=np.float32)
+    with emulating() as ran:
+        found = jaxsoftmax.log_probs(x, np.zeros(32, np.int32), scale=scale, return_entropy=True, implementation="mosaic")
+    assert set(ran) == {FORWARD}
+    np.testing.assert_array_equal(found, np.zeros((2, 32)))
+
+
 # Special rows and arguments.
 
 

@@ -305,6 +305,7 @@ def test_native_classes_that_gpus_share_are_within_the_budget(kind, dtype, cols,
     [
         ("cross_entropy", {}),
         ("cross_entropy", {"return_total": True}),
+        ("cross_entropy", {"return_entropy": True}),
         ("cross_entropy_vjp", {}),
         ("cross_entropy_gradient", {}),
         ("cross_entropy_gradient", {"label_smoothing": 0.1}),

@@ -203,14 +203,19 @@ class ColumnTile(Tile):
     def merge(self, state: State, scale=None, exchange: int = 0) -> State:
         return State(*self._exchange(exchange, functools.partial(self._merge_states, scale), state.m, state.d))
 
+    def merge_with_exponents(self, state: State, sums: jax.Array, scale=None) -> tuple[State, jax.Array]:
+        m, d, sums = self._exchange(0, functools.partial(self._merge_with_exponents, scale), *state[:2], sums)
+        return State(m, d), sums
+
     def sum(self, values: Steps | jax.Array, exchange: int = 0) -> jax.Array:
         sums = self._sum(values) if callable(values) else values
         return self._exchange(exchange, self._add_sums, sums)[0]
 
     def _exchange(self, number: int, function, *parts):
-        """Merges a value, or two, of each row over all warps of the block, and then over all blocks of the cluster.
+        """Merges a few values of each row over all warps of the block, and then over all blocks of the cluster.
 
-        `function` is `_merge_states` or `_add_sums`. Exchanges take turns with two buffers, as those of `RowTile`.
+        `function` is `_merge_states`, `_merge_with_exponents` or `_add_sums`. Exchanges take turns with two buffers, as those
+        of `RowTile`.
         """
         plan = self.memory.plan
         slots = [self.exchange.at[number % 2 * 2 + i] for i in range(len(parts))]
@@ -239,6 +244,17 @@ class ColumnTile(Tile):
             return online.rescale(State(maxima(k), sums(k)), m, axis=1, scale=scale).d
 
         return m, jnp.sum(self._fold_turns(count, jnp.add, rescaled, 0), 1)
+
+    def _merge_with_exponents(self, scale, count, maxima, *sums):
+        maxima, (d, exponents) = self._by_turn(count, maxima, -jnp.inf), (self._by_turn(count, part, 0) for part in sums)
+        m = jnp.max(self._fold_turns(count, jnp.maximum, maxima, -jnp.inf), 1)
+        shifted, size = self.along(online.shift(m)), None if scale is None else self.along(scale)
+
+        def lowered(part, k):
+            return online.lower_exponents(maxima(k), d(k), exponents(k), shifted, scale=size)[part]
+
+        of_rows = (self._fold_turns(count, jnp.add, functools.partial(lowered, part), 0) for part in range(2))
+        return m, *(jnp.sum(part, 1) for part in of_rows)
 
     def _add_sums(self, count, sums, _=None):
         return [jnp.sum(self._fold_turns(count, jnp.add, self._by_turn(count, sums, 0), 0), 1)]

@@ -1,6 +1,7 @@
 """The truth of cross-entropy and its gradient in float64, and the error that a result may have."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -97,6 +98,7 @@ class Policy:
       rows: the softmax of the scores.
       onehot: True at the entry of each row's id.
       slope: the derivative of the scores by the logits.
+      bend: the error of the scores that a cap causes, or 0.
     """
 
     log_p: Truth
@@ -105,6 +107,7 @@ class Policy:
     rows: Rows
     onehot: np.ndarray
     slope: np.ndarray
+    bend: Any
 
     def gradient(self, of_log_p, of_entropy, of_lse) -> Truth:
         """Returns the gradient of the sum of the results times their cotangents, which have the shape of the results."""
@@ -115,7 +118,7 @@ class Policy:
             mean = r.sum(r.y * z)
             parts = [t * self.onehot, (g - t) * r.y, -h * r.y * (z - mean)]
             value = np.where(r.where, sum(parts), t * self.onehot) * self.slope
-            unit = (16 + 3 * r.distance) * EPS
+            unit = (16 + 3 * r.distance) * EPS + self.bend
             size = r.y * (np.abs(g - t) + np.abs(h) * (np.abs(z) + np.abs(mean) + 1))
             budget = (unit * size + 16 * EPS * np.abs(parts[0])) * (np.abs(self.slope) + np.abs(self.steepest))
             budget += (
@@ -147,14 +150,15 @@ def log_probs(x, ids, axis=-1, where=None, *, scale=None, logits_soft_cap=None) 
         distances = np.where(r.y > 0, r.m - r.scores, 0.0)
         entropy = log_d + r.sum(r.y * distances)
         bend = 0.0 if cap is None else 64 * EPS * cap * np.abs(factor)
-        of_log_p = 8 * EPS * (np.abs(np.where(np.isfinite(z), z, 0)) + np.abs(log_d) + 1) + bend
+        # A sum of many small weights and a large one rounds at each addition: a lane adds up one of 512 weights, or more.
+        added = EPS * n / 512
+        of_log_p = 8 * EPS * (np.abs(np.where(np.isfinite(z), z, 0)) + np.abs(log_d) + 1) + added + bend
         # A weight errs by a few roundings, and by as much as its exponent times one.
-        of_entropy = EPS * (8 + 8 * np.abs(entropy) + 4 * r.sum(r.y * distances * (distances + 1))) + bend * (
-            1 + np.abs(entropy)
-        )
-        of_lse = 8 * EPS * (np.abs(r.m) + np.abs(log_d) + 1) + bend
+        of_entropy = EPS * (8 + 8 * np.abs(entropy) + 4 * r.sum(r.y * distances * (distances + 1)))
+        of_entropy += (added + bend) * (1 + np.abs(entropy))
+        of_lse = 8 * EPS * (np.abs(r.m) + np.abs(log_d) + 1) + added + bend
         entropy = np.where(np.any(r.where, axis, keepdims=True), entropy, 0.0)
     budgets = (np.where(np.isfinite(b), b, 0.0) + TINY for b in (of_log_p, of_entropy, of_lse))
     pairs = zip((log_p, entropy, lse), budgets, strict=True)
     log_p, entropy, lse = (Truth(np.squeeze(value, axis), np.squeeze(budget, axis)) for value, budget in pairs)
-    return Policy(log_p, entropy, lse, r, onehot, slope)
+    return Policy(log_p, entropy, lse, r, onehot, slope, bend)

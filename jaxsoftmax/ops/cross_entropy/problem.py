@@ -39,6 +39,6 @@ class CrossEntropyProblem(RowwiseProblem):
             written=tuple(dtype.itemsize for dtype in self.written),
             has_mask=is_along(self.operands.get("where"), axes),
             needs_end=self.params["soft_cap"] is not None or "scale" in self.operands or self.has_total,
-            reduces="nothing" if needs_nothing else "state",
-            n_exchanges=0 if needs_nothing else 1 + self.has_total + self.has_entropy,
+            reduces="nothing" if needs_nothing else "exponents" if self.has_entropy else "state",
+            n_exchanges=0 if needs_nothing else 1 + self.has_total,
         )

@@ -29,6 +29,7 @@ from jaxsoftmax._core.row_problem import RowProblem, entries
 from jaxsoftmax._core.target import Target, target_for
 from jaxsoftmax._gpu import rows
 from jaxsoftmax._gpu.rows.kernel import Inside, Mask, PerRow, RowKernel, RowOperand, Scalar, Whole
+from jaxsoftmax._gpu.rows.memory import Elements
 from jaxsoftmax._gpu.rows.plan import ColumnPlan, RowPlan
 from jaxsoftmax._gpu.rows.plans_sm90 import plan_rows
 from jaxsoftmax._gpu.rows.tile import Either, each
@@ -297,22 +298,34 @@ def factor_operand(scale) -> RowOperand | None:
 
 
 def directed(tile, x, inside, where, scale):
-    """Returns `x` in the direction in which the scores grow, `-inf` where it is masked, and the magnitude of `scale`."""
+    """Returns `x` in the direction in which the scores grow, `-inf` where it is masked, and the magnitude of `scale`.
+
+    The magnitude is not 0: that leaves finite scores 0, and the weight of -inf stays 0.
+    """
     if scale is None:
         return apply_mask(where, x, -jnp.inf), None
     sign = tile.along(jnp.sign(scale))
-    signed = apply_mask(inside, each(lambda x: x * sign, x), -jnp.inf)  # beyond the end x is -inf
-    return apply_mask(where, signed, -jnp.inf), jnp.abs(scale)
+
+    def signed(values):
+        values = each(lambda x: x * sign.astype(x.dtype), values)
+        return apply_mask(where, apply_mask(inside, values, -jnp.inf), -jnp.inf)  # beyond the end x is -inf
+
+    in_words = isinstance(x, Elements) and x.in_words  # two by each operation
+    return replace(x, load=signed(x.load)) if in_words else signed(x), jnp.maximum(jnp.abs(scale), 2.0**-126)
+
+
+def undirected(m, scale):
+    """Returns the element with the largest score, from the maximum in the direction in which the scores grow."""
+    return m if scale is None else m * jnp.sign(scale)
 
 
 def weights_of_state(tile, x, m, d, inside, where, scale, factor=1):
     """Computes the softmax weights times a factor for each row, from the saved state."""
     if where is not None:
         d = jnp.where(d != 0, d, 1)  # a row with nothing to see
-    scores, magnitude = directed(tile, x, inside, where, scale)
-    weights, alike = tile.weights(m, magnitude)
+    weights, alike = tile.weights(undirected(m, scale), scale)
     factor = tile.along(alike * factor / d)
-    return each(lambda s: weights(s) * factor, scores)
+    return apply_mask(inside, apply_mask(where, each(lambda x: weights(x) * factor, x), 0), 0)
 
 
 def _tangents(problem, t, where, scale):

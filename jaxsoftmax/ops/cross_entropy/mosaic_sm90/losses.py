@@ -12,6 +12,7 @@ bytes.
 """
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,15 @@ from jaxsoftmax._gpu.rows.tile import each
 from jaxsoftmax.ops.cross_entropy import xla
 from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY, CROSS_ENTROPY_GRADIENT, CROSS_ENTROPY_VJP
 from jaxsoftmax.ops.cross_entropy.problem import CrossEntropyProblem
-from jaxsoftmax.ops.softmax.mosaic_sm90 import apply_mask, directed, factor_operand, refused_rows, select, weights_of_state
+from jaxsoftmax.ops.softmax.mosaic_sm90 import (
+    apply_mask,
+    directed,
+    factor_operand,
+    refused_rows,
+    select,
+    undirected,
+    weights_of_state,
+)
 from jaxsoftmax.ops.softmax.profit import slower_rows
 
 
@@ -64,10 +73,10 @@ def plan(problem: CrossEntropyProblem, target: Target) -> LossPlan | Refusal:
     row_plan = plan_rows(problem.rows, target)
     if isinstance(row_plan, Refusal):
         return row_plan
-    if row_plan.persistent_blocks and problem.rows.n_exchanges > 1:  # blocks tell each other one state of a row, and no sum
+    if row_plan.persistent_blocks and (problem.has_entropy or problem.has_total):  # blocks tell each other a state, and no sum
         sums = "the entropy" if problem.has_entropy else "the sum of the scores, which smoothing needs,"
         return Refusal(f"no kernel computes {sums} for rows of {problem.rows.cols} entries")
-    if problem.rows.n_exchanges > 2:
+    if problem.has_entropy and problem.has_total:
         return Refusal("no kernel computes both the entropy and the sum of the scores")
     reason = slower_rows(problem, wins_if_wide=False)
     return LossPlan(problem, row_plan) if reason is None else Refusal(reason, LossPlan(problem, row_plan))
@@ -85,19 +94,14 @@ def _cross_entropy(plan: LossPlan, x, labels, where, scale):
             return scores
 
         scores, size = directed(tile, _scores(tile, x, inside, None, soft_cap), inside, where, scale)
-        sums = None
         if problem.has_entropy:
-            local, sums = tile.lift_with_exponents(scores, size)
+            state, *sums = tile.merge_with_exponents(*tile.lift_with_exponents(scores, size), size)
         elif return_total:
-            local, sums = tile.lift_and_sum(scores, score_or_0, size)
+            local, total = tile.lift_and_sum(scores, score_or_0, size)
+            state, sums = tile.merge(local, size), [tile.sum(total, exchange=1)]
         else:
-            local = tile.lift(scores, size)
-        state = tile.merge(local, size)
-        if problem.has_entropy:
-            sums = tile.sum_exponents(local, sums, state.m, size, exchange=1)
-        elif return_total:
-            sums = tile.sum(sums, exchange=1)
-        return [online.shift(state.m), state.d, *([] if sums is None else [sums])]
+            state, sums = tile.merge(tile.lift(scores, size), size), []
+        return [online.shift(state.m), state.d, *sums]
 
     per_row = [jnp.float32] * (2 + return_total + problem.has_entropy)
     m, d, *sums = _launch(plan, "cross_entropy_forward", body, x, where, scale, {}, per_row=per_row)
@@ -114,16 +118,11 @@ def _cross_entropy_vjp(plan: LossPlan, x, where, scale, **of_rows):
     soft_cap, of_scores = params["soft_cap"], params.get("of_scores", False)
 
     def body(tile, x, m, d, labels, inside, where, scale, **numbers):
-        weights = None
-        if numbers["e"] is not None:
-            weights = _weights_with_exponents(
-                tile, _scores(tile, x, inside, None, soft_cap), m, d, inside, where, scale, numbers
-            )
-        elif numbers["a"] is not None:
-            scores = _scores(tile, x, inside, None, soft_cap)
-            weights = weights_of_state(tile, scores, m, d, inside, where, scale, factor=numbers["a"])
-        factor = None if of_scores else scale
-        return [_gradient(tile, x, weights, numbers, labels, where, None if of_scores else soft_cap, factor)]
+        del inside  # what is computed beyond the end of a row is not stored
+        if not of_scores and scale is not None:
+            numbers = {name: None if number is None else number * scale for name, number in numbers.items()}
+        weights = _weights(tile, _scores(tile, x, None, None, soft_cap), m, d, where, scale, numbers["a"], numbers["e"])
+        return [_gradient(tile, x, weights, numbers, labels, where, None if of_scores else soft_cap)]
 
     replaced = "x" if params.get("replaces", False) and x.dtype == params["dtype"] else None
     if replaced:  # in a loop XLA must not fuse the kernel: see `_cross_entropy_gradient`
@@ -134,20 +133,30 @@ def _cross_entropy_vjp(plan: LossPlan, x, where, scale, **of_rows):
     return lax.optimization_barrier(gradient) if replaced else gradient
 
 
-def _weights_with_exponents(tile, scores, m, d, inside, where, scale, numbers):
-    """Computes `(a + e * z) * p`, with `z = s - max s`, from the saved state."""
-    if where is not None:
-        d = jnp.where(d != 0, d, 1)  # a row with nothing to see
-    scores, size = directed(tile, scores, inside, where, scale)
-    a, e = None if numbers["a"] is None else tile.along(numbers["a"] / d), tile.along(numbers["e"] / d)
-    along_m, size = tile.along(m), None if size is None else tile.along(size)
+def _weights(tile, scores, m, d, where, scale, a, e):
+    """Computes `(a + e * z) * p`, with `z = s - max s`, from the saved state, or None where there is neither `a` nor `e`.
 
-    def weigh(score):
-        exponent = online.exponents(score, along_m, axis=(), scale=size)
-        factor = e * online.bounded(exponent)
-        return (factor if a is None else a + factor) * jnp.exp(exponent)
+    It is 0 in rows where neither counts.
+    """
+    if a is None and e is None:
+        return None
+    counts = functools.reduce(jnp.logical_or, [tile.along(number) != 0 for number in (a, e) if number is not None])
+    if e is None:
+        weights = weights_of_state(tile, scores, m, d, None, where, scale, factor=a)
+    else:
+        d = d if where is None else jnp.where(d != 0, d, 1)  # of a row with nothing to see
+        exponents, error = tile.exponents(undirected(m, scale), scale)
+        factor = jnp.exp2(-error) / d
+        slope = e * factor * math.log(2)
+        start = tile.along((0 if a is None else a * factor) - slope * error)
+        slope = tile.along(slope)
 
-    return each(weigh, scores)
+        def weigh(score):
+            exponent = exponents(score)
+            return (start + slope * online.bounded(exponent)) * jnp.exp2(exponent)
+
+        weights = apply_mask(where, each(weigh, scores), 0)
+    return each(lambda weight: select(counts, weight, 0), weights)
 
 
 def _cross_entropy_gradient(plan: LossPlan, x, labels, t):
@@ -163,9 +172,9 @@ def _cross_entropy_gradient(plan: LossPlan, x, labels, t):
         numbers = xla.factors(t, online.shift(m) + jnp.log(d), label_smoothing, params["z_loss"], classes)
         of_score, alike = tile.weights(local.m)
         factor = numbers["a"] * online.weights(local.m, m, axis=()) * alike / (d + (m - m))  # NaN if the maximum is infinite
-        along = tile.along(factor)
-        weights = each(lambda s: of_score(s) * along, scores)
-        gradient = _gradient(tile, x, weights, numbers | {"e": None}, labels, where, soft_cap)
+        along, counts = tile.along(factor), tile.along(numbers["a"]) != 0
+        weights = each(lambda s: select(counts, of_score(s) * along, 0), scores)
+        gradient = _gradient(tile, x, weights, numbers, labels, where, soft_cap)
         total = [tile.sum(apply_mask(inside, scores, 0), exchange=1)] if label_smoothing else []
         return [gradient, online.shift(m), d, *total]
 
@@ -204,27 +213,16 @@ def _scores(tile, x, inside, where, soft_cap):
     return apply_mask(where, x, -jnp.inf)
 
 
-def _gradient(tile, x, weights, numbers, labels, where, soft_cap, scale=None):
-    """Returns `(weights + b * onehot(label) + c) * ds/dx`, with numbers that may be None.
-
-    The weights are `(a + e * z) * p`, and count where `a` or `e` is not 0.
-    """
-    parts, (a, b, c, e) = [], (numbers[name] for name in "abce")
-    if weights is not None:
-        counts = functools.reduce(jnp.logical_or, [tile.along(number) != 0 for number in (a, e) if number is not None])
-        parts.append(each(lambda weight: select(counts, weight, 0), weights))
+def _gradient(tile, x, weights, numbers, labels, where, soft_cap):
+    """Returns `(weights + b * onehot(label) + c) * ds/dx`, with weights and numbers that may be None, before a scale."""
+    parts, (b, c) = [] if weights is None else [weights], (numbers[name] for name in "bc")
     if c is not None:
         along_c = tile.along(c)
         parts.append(apply_mask(where, lambda step: along_c, 0))
     total = each(lambda *parts: functools.reduce(jnp.add, parts), *parts)
     if b is not None:
         total = tile.plus_at(total, labels, b)
-    if scale is not None:
-        along_scale = tile.along(scale)
-        total = each(lambda total: total * along_scale, total)
-    if soft_cap is None:
-        return total
-    return tile.each_fused(_sloped, (soft_cap,), total, x)
+    return total if soft_cap is None else tile.each_fused(_sloped, (soft_cap,), total, x)
 
 
 def _capped(soft_cap, x):
