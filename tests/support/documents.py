@@ -28,6 +28,16 @@ def assert_prints(document: str, *, by_section: bool = False) -> None:
         _assert_prints(section, document, dict(namespace))
 
 
+def names(document: str, heading: str) -> dict:
+    """Runs the Python blocks before the first section and those of one section, and returns the names that they define."""
+    first, *rest = re.split(r"^(?=## )", (ROOT / document).read_text(), flags=re.MULTILINE)
+    (section,) = [part for part in rest if part.startswith(f"## {heading}\n")]
+    namespace = {}
+    for part in (first, section):
+        _assert_prints(part, document, namespace)
+    return namespace
+
+
 def _assert_prints(part: str, document: str, namespace: dict) -> None:
     printed = ""
     for needs, language, text in BLOCK.findall(part):
