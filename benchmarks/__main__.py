@@ -12,6 +12,7 @@ python -m benchmarks cross_entropy         likewise, losses from integer labels,
 python -m benchmarks log_probs             likewise, log-probabilities of ids and entropies, and PPO's loss from logits
 python -m benchmarks linear_cross_entropy  likewise, the loss of a linear layer and its gradients, and their memory
 python -m benchmarks top_k                 likewise, the largest entries of rows, their weights, and samples
+python -m benchmarks sampler               likewise, a token with its log-probability, beside the steps of other samplers
 python -m benchmarks reference             likewise, the reference, which runs where no kernel does, and its counterparts; on a
                                            CPU too, results/cpu-<its name>/xla
 python -m benchmarks first_call            likewise, how long first calls take to lower, compile and run; without a GPU how long
@@ -57,6 +58,7 @@ from benchmarks import (
     nvml,
     reference,
     results,
+    sampler,
     score_functions,
     sharded,
     softmax,
@@ -80,6 +82,7 @@ SUITES: dict[str, Callable[[], list[Cell]]] = {
     "log_probs": log_probs.cells,
     "linear_cross_entropy": linear_cross_entropy.cells,
     "top_k": top_k.cells,
+    "sampler": sampler.cells,
     "reference": reference.cells,
     "first_call": first_call.cells,
     "host": host.cells,

@@ -37,6 +37,7 @@ from benchmarks import (
     plot,
     reference,
     results,
+    sampler,
     score_functions,
     sharded,
     softmax,
@@ -64,6 +65,7 @@ DECODING = {cell.name: cell for cell in decoding.cells()}
 LOSSES = {cell.name: cell for cell in cross_entropy.cells()}
 LINEAR = {cell.name: cell for cell in linear_cross_entropy.cells()}
 TOP_K = {cell.name: cell for cell in top_k.cells()}
+SAMPLER = {cell.name: cell for cell in sampler.cells()}
 FIRST_CALLS = {cell.name: cell for cell in first_call.cells()}
 REFERENCE = {cell.name: cell for cell in reference.cells()}
 HOST = {cell.name: cell for cell in host.cells()}
@@ -270,6 +272,7 @@ def test_a_run_cut_off_leaves_what_it_measured(tmp_path):
         ("cross_entropy", LOSSES),
         ("linear_cross_entropy", LINEAR),
         ("top_k", TOP_K),
+        ("sampler", SAMPLER),
         ("first_call", FIRST_CALLS),
         ("sharded", SHARDED),
     ],
@@ -510,6 +513,25 @@ MISSED_TOP_K = [
 def test_check_of_top_k(tmp_path, capsys):
     changes = [(name, "mosaic", change, found) for name, change, found in MISSED_TOP_K]
     assert_found(tmp_path, capsys, "top_k", a_full_run(TOP_K), changes)
+
+
+def test_check_of_the_sampler(tmp_path, capsys):
+    of_tunix, of_levanter = (
+        f"sampler_step forward {options}"
+        for options in (
+            "bfloat16 64x151936 as=tunix temperature=0.7 top_k=50 top_p=0.9",
+            "float32 8x32000 as=levanter temperatures=1",
+        )
+    )
+    rows = a_full_run(SAMPLER)
+    rows = [row if bars.is_ours(row) or row.op == "copy" else dataclasses.replace(row, us=5.5 * row.us) for row in rows]
+    changes = [
+        (of_tunix, "tunix", {"us": 20.0}, "4.114"),
+        (of_tunix, "mosaic", {"error": 1.5}, "1.5"),
+        (of_levanter, "mosaic", {"us": 1.25}, "4.4"),
+        (of_levanter, "mosaic", {"implementation": "xla"}, "on xla, not on mosaic"),
+    ]
+    assert_found(tmp_path, capsys, "sampler", rows, changes, apart=True)
 
 
 def a_full_run_on_several(devices):
@@ -1736,6 +1758,56 @@ def test_flashinfer_is_a_peer_where_it_is_installed(monkeypatch):
     assert given == [(name, (3, 50257), *options) for name, *options in SAMPLERS.values()]
 
 
+def test_cells_of_the_sampler():
+    copies, cells = list(SAMPLER.values())[:2], list(SAMPLER.values())[2:]
+    assert [cell.name for cell in copies] == ["copy forward float32 32768x4096", "copy forward bfloat16 32768x4096"]
+    assert len(cells) == 2 * 3 * 4 * 2
+    for cell in cells:
+        (library,) = (word.removeprefix("as=") for word in cell.options.split() if word.startswith("as="))
+        assert [contender.name for contender in cell.contenders] == [OURS, library]
+        assert cell.bytes == np.prod(cell.shape) * (4 if cell.dtype == "float32" else 2)  # one read
+
+
+STEPS = {"tunix": "as=tunix temperature=0.7 top_k=50 top_p=0.9", "levanter": "as=levanter temperatures=1"}
+TINY_SAMPLER = {cell.name: cell for cell in sampler.cells(((6, 301),)) if cell.op != "copy"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("library", STEPS)
+def test_cells_of_the_sampler_run(library, dtype):
+    run, rows, _ = measured(TINY_SAMPLER[f"sampler_step forward {dtype} 6x301 {STEPS[library]}"])
+    assert not run.problems
+    assert {row.implementation for row in rows} == {"xla", library}
+    (ours,) = [row for row in rows if bars.is_ours(row)]
+    assert 0 < ours.error <= 1
+
+
+@pytest.mark.parametrize("library", STEPS)
+def test_the_truth_of_the_sampler(library):
+    cell = TINY_SAMPLER[f"sampler_step forward float32 6x301 {STEPS[library]}"]
+    ours, theirs = cell.contenders
+    inputs = cell.inputs(jax.random.key(0), False)
+    for contender in (ours, theirs):
+        tokens, log_p = jax.jit(contender.build())(*inputs)
+
+        def errors(tokens, log_p, contender=contender):
+            return check.errors(cell, contender, inputs, (tokens, log_p))
+
+        assert errors(tokens, log_p)[0] <= (1 if contender is ours else 5)
+        assert errors(tokens, log_p)[1] < 1e-6
+        assert errors(tokens, log_p + 1e-3)[0] > 5
+        assert errors(tokens, 1.2 * log_p)[1] > 0.1
+        assert errors(tokens.at[2].set(301), log_p)[1] > 0.1
+        assert errors(tokens.at[-1].set(-1), log_p)[1] > 0.1
+        if library == "tunix":  # the least of a row is not among those that are kept
+            least = jnp.argmin(inputs[0], -1)
+            of_least = jnp.take_along_axis(jax.nn.log_softmax(inputs[0] / 0.7), least[:, None], -1)[:, 0]
+            assert errors(least, of_least)[1] > 0.1
+    other = jax.jit(ours.build())(*inputs[:-1], cell.inputs(jax.random.key(1), False)[-1])
+    assert check.errors(cell, ours, inputs, other)[0] > 1  # those of another key
+    assert check.errors(cell, theirs, inputs, other)[1] < 1e-6
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "cells",
@@ -2027,6 +2099,7 @@ def test_bytes(name, bytes_per_element):
         (cross_entropy.cells, LOSSES),
         (linear_cross_entropy.cells, LINEAR),
         (top_k.cells, TOP_K),
+        (sampler.cells, SAMPLER),
         (sharded.cells, SHARDED),
         (sharded.row_cells, {cell.name: cell for cell in sharded.row_cells()}),
         (links.cells, {cell.name: cell for cell in links.cells()}),
