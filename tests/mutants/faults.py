@@ -2612,6 +2612,20 @@ FAULTS = (
         "tests/top_k/test_sampling.py -k log_probabilities",
     ),
     Fault(
+        "top_k: temperatures of rows take a second kernel",
+        f"{_TOP_K}/api.py",
+        "lax.broadcast_shapes(x.shape[:-1], inverse.shape[:-1]) == x.shape[:-1]",
+        "inverse.size == 1",
+        "tests/top_k/test_transformations.py -k explain_shows",
+    ),
+    Fault(
+        "top_k: several temperatures of a row have one state",
+        f"{_TOP_K}/api.py",
+        "has_state = return_state and is_of_rows",
+        "has_state = return_state",
+        "tests/top_k/test_sampling.py -k test_log_probabilities",
+    ),
+    Fault(
         "top_k: more than 1024 entries have a kernel",
         f"{_TOP_K}/mosaic_sm90/__init__.py",
         "if not 1 <= problem.k <= MAX_K:",

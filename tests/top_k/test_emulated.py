@@ -297,6 +297,15 @@ def test_samples_are_those_of_the_reference_with_filters_of_each_row(cols):
 
 
 @pytest.mark.parametrize("dtype", cases.quick("bfloat16", slow=["float32"]))
+def test_one_kernel_sorts_rows_at_temperatures_of_their_own_and_sums_their_weights(dtype):
+    x = np.asarray(3 * np.random.default_rng(0).standard_normal((5, 5003)), jnp.dtype(dtype))
+    options = {"temperature": np.float32([0.5, 1, 0, 2, 0.1]), "top_k": 20, "top_p": 0.9, "return_log_prob": True}
+    (index, log_prob), expected = drawn(x, [LONG], **options)
+    np.testing.assert_array_equal(index, expected[0])
+    np.testing.assert_allclose(log_prob, expected[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", cases.quick("bfloat16", slow=["float32"]))
 def test_rows_that_are_drawn_again_are_those_of_the_reference(dtype):
     """Many are with a small `top_p`, more than run at a time, and more than a block counts at a time."""
     x = np.asarray(2 * np.random.default_rng(0).standard_normal((40, 300)), jnp.dtype(dtype))

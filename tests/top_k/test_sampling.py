@@ -366,7 +366,11 @@ def test_what_may_not_be_drawn_is_not(dtype):
 @pytest.mark.parametrize("shape", cases.quick((7, 3), slow=[None]))
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_log_probabilities(implementation, shape):
-    x, each = 1e4 + logits_of((3, 200)), [{}, {"top_k": 9}, {"top_p": 0.9}, {"temperature": np.float32([0.5, 0, 2])}]
+    temperatures = np.float32([0.5, 0, 2])
+    x, each = 1e4 + logits_of((3, 200)), [{}, {"top_k": 9}, {"top_p": 0.9}, {"temperature": temperatures}]
+    each += [{"top_k": 9, "temperature": temperatures}]
+    if shape is not None:
+        each += [{"top_k": 9, "temperature": np.linspace(0.5, 2, 7, dtype=np.float32)[:, None]}]  # several for each row
     draw = functools.partial(jaxsoftmax.categorical, shape=shape, return_log_prob=True, implementation=implementation)
     f = jax.jit(lambda key, x: [draw(key, x, **options) for options in each])
     cases.assert_ran(implementation, f, KEY, x)

@@ -399,7 +399,11 @@ def test_explain_shows_what_a_sample_takes():
         primitives() == primitives(top_p=0.9) == primitives(top_k=3000) == primitives(return_log_prob=True) == ["categorical"]
     )
     assert primitives(top_k=1024, top_p=0.5) == primitives(top_k=np.full(4, 7)) == ["top_k"]
+    of_rows = np.float32([0.5, 1, 0, 2])
     assert primitives(top_k=7, return_log_prob=True, temperature=0.5) == ["top_k"]
+    assert primitives(top_k=7, return_log_prob=True, temperature=of_rows) == ["top_k"]
+    several = primitives(top_k=7, return_log_prob=True, temperature=of_rows[:, None, None] + of_rows)
+    assert several == ["top_k", "logsumexp"]  # of each row and temperature
     assert primitives(top_k=1025) == primitives(top_k=np.array([1, 2, 0, 4])) == ["categorical"]
     assert sorted(primitives(top_k=jnp.full(4, 7))) == ["categorical", "top_k"]
     assert primitives(top_k=5, temperature=0.0) == ["categorical"]

@@ -401,7 +401,8 @@ def _sample(operands, most, is_enough, return_state, implementation):
 def _sample_sorted(operands, most, return_state, implementation):
     """Computes `_sample` for rows that keep up to `most` entries: `top_k` sorts them, XLA does the rest on `[rows, most]`."""
     x, inverse = operands["x"], operands["inverse"]
-    has_state = return_state and (inverse is None or inverse.size == 1)
+    is_of_rows = inverse is None or lax.broadcast_shapes(x.shape[:-1], inverse.shape[:-1]) == x.shape[:-1]
+    has_state = return_state and is_of_rows  # a row with several temperatures has several states, and is sorted once
     top_k_operands = {"x": x, "where": operands["where"], "scale": inverse if has_state else None}
     params = {"k": most, "return_state": has_state, "dtype": x.dtype, "implementation": implementation}
     values, indices, *state = bind(TOP_K, top_k_operands, **params)
