@@ -7,8 +7,8 @@ largest, those that weigh `top_p` together, a draw, and the log-softmax of the w
 a key for each row, the largest entry where the temperature is 0, and the log-sum-exp of the row. With `top_ps` it returns the
 log-probability among the entries that are kept. Ours is that before the filters, so this step has no cell.
 
-`bytes` are those of one read of the logits, without results. The token of each contender is one of those that the filters keep
-in float64, and its log-probability is compared with that in float64. Our tokens are those of the reference for the same key.
+`bytes` are those of one read of the logits, without results. No logit of a token is smaller than those that the filters keep in
+float64, and its log-probability is compared with that in float64. Our tokens are those of the reference for the same key.
 """
 
 import functools
@@ -27,6 +27,7 @@ from benchmarks.cells import OURS, Cell, Contender, library
 from benchmarks.check import sampled_of
 from benchmarks.softmax import DTYPES, ELEMENTS, copy_cell, exactly, one_array
 from tests.support.cross_entropy import oracle
+from tests.support.oracle import to64
 from tests.support.top_k.oracle import filtered
 
 BATCHES = (8, 64, 256)
@@ -124,8 +125,9 @@ def _checked(filters: dict[str, Any], x: jax.Array, tokens: jax.Array, log_p: ja
     temperature = np.broadcast_to(np.asarray(filters["temperature"], np.float64), x.shape[:1])[at]
     logits, drawn, found = (np.asarray(array[at]) for array in (x, tokens, log_p))
     kept = filtered(logits, **filters | {"temperature": temperature})
+    least = np.min(np.where((kept.weights > 0) | kept.doubtful, to64(logits), np.inf), -1)
     is_inside = (drawn >= 0) & (drawn < logits.shape[-1])
     ids = np.where(is_inside, drawn, 0)
-    may_be_drawn = np.take_along_axis((kept.weights > 0) | kept.doubtful, ids[:, None], -1)[:, 0] & is_inside
+    may_be_drawn = is_inside & (np.take_along_axis(to64(logits), ids[:, None], -1)[:, 0] >= least)
     truth = oracle.log_probs(logits, ids, scale=np.float32(1 / temperature[:, None])).log_p
     return [((~may_be_drawn).astype(np.float64), exactly(np.zeros(len(at)))), (found, truth)]
