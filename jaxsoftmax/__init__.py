@@ -8,6 +8,7 @@ from jaxsoftmax.ops.attention.context_parallel.order import unzigzag, zigzag
 from jaxsoftmax.ops.attention.context_parallel.settings import ContextParallel
 from jaxsoftmax.ops.cross_entropy.api import cross_entropy, linear_cross_entropy
 from jaxsoftmax.ops.cross_entropy.log_probs import entropy, log_probs
+from jaxsoftmax.ops.divergence.api import js_divergence, kl_divergence
 from jaxsoftmax.ops.softmax.api import log_softmax, logsumexp, softmax
 from jaxsoftmax.ops.top_k.api import categorical, softmax_top_k, top_k
 
@@ -23,6 +24,8 @@ __all__ = [
     "dot_product_attention",
     "entropy",
     "explain",
+    "js_divergence",
+    "kl_divergence",
     "linear_cross_entropy",
     "log_probs",
     "log_softmax",

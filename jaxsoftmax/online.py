@@ -610,6 +610,41 @@ def lower_exponents(
     return product(d, factor), product(sums + d * step, factor)
 
 
+def lower_differences(
+    m: jax.Array,
+    d: jax.Array,
+    sums: jax.Array,
+    other: jax.Array,
+    lower: jax.Array,
+    other_lower: jax.Array,
+    *,
+    scale: jax.Array | None = None,
+    other_scale: jax.Array | None = None,
+    product: Product = operator.mul,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns `d`, and sums of weights times differences of exponents, relative to other maxima.
+
+    A difference is the exponent of the weight less that of the same entry of other scores. All maxima are finite: `finite`
+    makes them so, and a state of no scores has any. If the other scores are all `-inf`, the sum is infinite, or 0 because there
+    are no weights.
+
+    Args:
+      m: maxima of states.
+      d: `d` of the states.
+      sums: sums of weights times differences, in the shape of `m`.
+      other: maxima of the other scores.
+      lower: the maximum that replaces `m`, not less: one for all, or in the shape of `m`.
+      other_lower: the maximum that replaces `other`, likewise.
+      scale: as in `push`, likewise.
+      other_scale: the same for the other scores.
+      product: product of two arrays.
+    """
+    step = exponents(m, lower, axis=(), scale=scale)
+    factor = jnp.exp(step)
+    d, step = product(d, factor), step - exponents(other, other_lower, axis=(), scale=other_scale)
+    return d, jnp.where(d > 0, product(sums, factor) + d * step, 0)  # without weight the terms may be NaN
+
+
 def _along(row: jax.Array, like: jax.Array, axis: Axis) -> jax.Array:
     """Repeats a number of each row, or one number for all rows, along `axis`."""
     axes = axis if isinstance(axis, tuple) else (operator.index(axis),)

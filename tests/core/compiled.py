@@ -48,6 +48,8 @@ from jaxsoftmax.ops.attention.score_functions import functions_and_operands
 from jaxsoftmax.ops.cross_entropy import primitive as cross_entropy_primitive
 from jaxsoftmax.ops.cross_entropy.mosaic_sm90 import losses
 from jaxsoftmax.ops.cross_entropy.problem import CrossEntropyProblem
+from jaxsoftmax.ops.divergence import mosaic_sm90 as divergence
+from jaxsoftmax.ops.divergence.primitive import KL_DIVERGENCE, KL_DIVERGENCE_VJP
 from jaxsoftmax.ops.softmax import mosaic_sm90 as softmax
 from jaxsoftmax.ops.softmax import primitive as softmax_primitive
 from jaxsoftmax.ops.top_k.mosaic_sm90 import warp_rows
@@ -431,6 +433,33 @@ def cross_entropy_cases() -> Iterator[Case]:
         yield Case(name, (name,), run, operands | {"labels": shaped(300, dtype="int32")})
 
 
+def divergence_cases() -> Iterator[Case]:
+    """The kernels of two softmaxes by both dtypes, with a mask or scales, and by what is differentiated."""
+    operations = [(KL_DIVERGENCE, {"return_state": True}), *((KL_DIVERGENCE_VJP, {"by": by}) for by in ("x", "y", "xy"))]
+    dtypes = [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]
+    for (operation, options), (dtype, y_dtype), masked in itertools.product(operations, dtypes, (False, True, "end")):
+        for inner, cols in itertools.product((1, 16, 1024), widths()):
+            if inner > 1 and (cols % 8 or cols > 2**22):
+                continue
+            shape = (_ROWS, cols, *([inner] if inner > 1 else []))
+            row = shaped(_ROWS, 1, *shape[2:])
+            given = {"x": shaped(*shape, dtype=dtype), "y": shaped(*shape, dtype=y_dtype)}
+            given |= {"where": shaped(*shape, dtype=bool)} if masked is True else {}
+            given |= {"scale": row, "y_scale": row} if masked == "end" else {}
+            of = options | {"axes": (1,), "dtype": jnp.dtype("float32")}
+            if operation is KL_DIVERGENCE_VJP:
+                given |= dict.fromkeys(("m", "d", "y_m", "y_d", "a", "b", "c"), row)
+                of |= {"dtype": jnp.dtype(dtype if "x" in options["by"] else y_dtype), "y_dtype": jnp.dtype(y_dtype)}
+            plan = divergence.plan(operation.problem(operation, given, of), HOPPER)
+            if isinstance(plan, Refusal) and plan.plan is None:
+                continue
+            plan = plan.plan if isinstance(plan, Refusal) else plan
+            key = (operation.name, dtype, y_dtype, masked, options.get("by"), *_of_layout(plan.row_plan))
+            size = f"{cols}{f'x{inner}' if inner > 1 else ''}"
+            name = f"divergence {operation.name} {options.get('by', '')} {dtype} {y_dtype} {size}"
+            yield Case(f"{name} {masked or ''}", key, functools.partial(_run_plan, plan), given)
+
+
 def _public(function, options, given):
     return function(**given, **options)
 
@@ -499,7 +528,7 @@ def _categorical(rows, cols, dtype, kind) -> Iterator[Case]:
     yield Case(f"top_k categorical {kind} {dtype} {rows}x{cols}", key, run, operands)
 
 
-CASES = (attention_cases, softmax_cases, cross_entropy_cases, top_k_cases)
+CASES = (attention_cases, softmax_cases, cross_entropy_cases, divergence_cases, top_k_cases)
 
 
 def cases(only: str = "") -> list[Case]:

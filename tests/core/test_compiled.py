@@ -19,6 +19,7 @@ FEW = [
     "top_k categorical top_p bfloat16 64x50257",
     "top_k weights of the found bfloat16 2048x128 k 8",
     "cross_entropy linear bfloat16 256x1024 classes 0 cap",
+    "divergence kl_divergence_vjp xy bfloat16 bfloat16 8192 ",
 ]
 
 
@@ -29,7 +30,7 @@ def all_cases():
 
 def test_cases_are_of_every_op_and_of_every_configuration_of_attention():
     ops = [next(cases()).name.split(" ")[0] for cases in compiled.CASES]
-    assert sorted(ops) == ["attention", "cross_entropy", "softmax", "top_k"]
+    assert sorted(ops) == ["attention", "cross_entropy", "divergence", "softmax", "top_k"]
     configs = {"forward": set(), "backward": set()}
     for case in compiled.attention_cases():
         for pass_, found in configs.items():

@@ -127,10 +127,10 @@ def assert_right(loss, lse, x, labels):
     assert oracle.error(loss, oracle.Truth(value, truth.budget + 2 * oracle.EPS * np.abs(value))) <= 1  # of a difference
 
 
-@pytest.mark.parametrize(("kind", "dtype"), list(zip(INTERPRETED, ["float32", "bfloat16", "float32"], strict=True)))
-def test_cross_entropy_is_right_in_both_directions(kind, dtype):
+@pytest.mark.parametrize("kind", INTERPRETED)
+def test_cross_entropy_is_right_in_both_directions(kind):
     shape, plan = case(INTERPRETED, kind)
-    x, labels = logits_and_labels(shape, dtype)
+    x, labels = logits_and_labels(shape, "float32")
     t = np.random.default_rng(4).uniform(-1, 1, (shape[0], 1)).astype(np.float32)
     loss, lse = kernels.interpreted(losses, x, labels, plan)
     assert_right(loss, lse, x, labels)

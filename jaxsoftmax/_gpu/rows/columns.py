@@ -48,7 +48,7 @@ from jaxsoftmax._gpu.emit import (
 )
 from jaxsoftmax._gpu.rows.memory import Elements, Memory, Steps, filled, placed
 from jaxsoftmax._gpu.rows.plan import ColumnPlan
-from jaxsoftmax._gpu.rows.tile import Tile
+from jaxsoftmax._gpu.rows.tile import LOWEST, Tile
 from jaxsoftmax.online import State
 
 _AT_ONCE = 8  # the most turns of `ColumnTile._fold_turns` that are no loop
@@ -211,14 +211,21 @@ class ColumnTile(Tile):
         sums = self._sum(values) if callable(values) else values
         return self._exchange(exchange, self._add_sums, sums)[0]
 
-    def _exchange(self, number: int, function, *parts):
-        """Merges a few values of each row over all warps of the block, and then over all blocks of the cluster.
+    def merge_differences(
+        self, state: State, other: State, sums: jax.Array, scale=None, other_scale=None, exchange: int = 0
+    ) -> tuple[State, State, jax.Array]:
+        function = functools.partial(self._merge_differences, scale, other_scale)
+        m, d, other_m, other_d, sums = self._exchange(exchange, function, *state[:2], *other[:2], sums)
+        return State(m, d), State(other_m, other_d), sums
 
-        `function` is `_merge_states`, `_merge_with_exponents` or `_add_sums`. Exchanges take turns with two buffers, as those
-        of `RowTile`.
+    def _exchange(self, number: int, function, *parts):
+        """Merges some values of each row over all warps of the block, and then over all blocks of the cluster.
+
+        `function` is `_merge_states`, `_merge_with_exponents`, `_merge_differences` or `_add_sums`. Exchanges take turns with
+        two buffers, as those of `RowTile`.
         """
         plan = self.memory.plan
-        slots = [self.exchange.at[number % 2 * 2 + i] for i in range(len(parts))]
+        slots = [self.exchange.at[number % 2 * plan.exchanged + i] for i in range(len(parts))]
         width = WARPS * plan.width
         for slot, part in zip(slots, parts, strict=True):
             compat.store(slot.at[pl.ds(self.memory.warpgroup() * width, width)], part)
@@ -255,6 +262,19 @@ class ColumnTile(Tile):
 
         of_rows = (self._fold_turns(count, jnp.add, functools.partial(lowered, part), 0) for part in range(2))
         return m, *(jnp.sum(part, 1) for part in of_rows)
+
+    def _merge_differences(self, scale, other_scale, count, maxima, d, other_maxima, other_d, sums):
+        states = *self._merge_states(scale, count, maxima, d), *self._merge_states(other_scale, count, other_maxima, other_d)
+        m, other_m = self.along(states[0]), self.along(states[2])
+        size, other_size = (None if each is None else self.along(each) for each in (scale, other_scale))
+        pairs = ((maxima, LOWEST), (d, 0), (sums, 0), (other_maxima, LOWEST))
+        maxima, d, sums, other_maxima = (self._by_turn(count, load, fill) for load, fill in pairs)
+
+        def lowered(k):
+            state = maxima(k), d(k), sums(k), other_maxima(k)
+            return online.lower_differences(*state, m, other_m, scale=size, other_scale=other_size)[1]
+
+        return *states, jnp.sum(self._fold_turns(count, jnp.add, lowered, 0), 1)
 
     def _add_sums(self, count, sums, _=None):
         return [jnp.sum(self._fold_turns(count, jnp.add, self._by_turn(count, sums, 0), 0), 1)]

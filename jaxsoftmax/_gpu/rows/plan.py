@@ -40,7 +40,7 @@ class RowPlan:
     `line - 1` elements before the slice, because a warp that touches one line more than it must is slower. Elements outside the
     slice are filled. Where in its line a row starts depends on the number of the row: see `RowMemory.sums_in_order`.
 
-    The fields after `is_stored` follow from those before.
+    The fields after `exchanged` follow from those before.
     """
 
     cols: int  # elements of a row
@@ -52,6 +52,7 @@ class RowPlan:
     unroll: int = 0  # steps in one iteration of a loop; 0, and no loop, in registers
     persistent_blocks: int = 0  # blocks that take slices of long rows by tickets (`grid`); 0 if each has the slice of its index
     is_stored: bool = True  # True if a result is as large as the rows, so that elements are stored where they were loaded
+    exchanged: int = 2  # most numbers that a warp tells the others of each row at one time
 
     takes_block: bool = _derived()  # True if all threads of a block share one row
     cluster: int = _derived()  # blocks of a cluster
@@ -141,8 +142,8 @@ class RowPlan:
 
     @property
     def exchange_shape(self) -> tuple[int, int]:
-        """Shape of float32 in shared memory by which warps exchange values: two of each warp, for each of two rounds."""
-        return (4, self.warps)
+        """Shape of float32 in shared memory by which warps exchange values: some of each warp, for each of two rounds."""
+        return (2 * self.exchanged, self.warps)
 
     @property
     def order_shape(self) -> tuple[int] | None:
@@ -186,6 +187,7 @@ class ColumnPlan:
     storage: Storage = Storage.SHARED
     unroll: int = 1
     persistent_blocks: int = 0
+    exchanged: int = 2
 
     # What a `RowPlan` says of rows, said of tiles.
     block_rows: ClassVar[int] = 1  # a block has one tile
@@ -289,8 +291,8 @@ class ColumnPlan:
 
     @property
     def exchange_shape(self) -> tuple[int, int]:
-        """Shape of float32 in shared memory for two values of each row, of each warp and block, for each of two rounds."""
-        return (4, (self.warps + (self.cluster if self.cluster > 1 else 0)) * self.width)
+        """Shape of float32 in shared memory for some values of each row, of each warp and block, for each of two rounds."""
+        return (2 * self.exchanged, (self.warps + (self.cluster if self.cluster > 1 else 0)) * self.width)
 
     @property
     def scratch_bytes(self) -> int:

@@ -5,6 +5,7 @@ plan, so the bits of a row do not depend on it.
 """
 
 import math
+from dataclasses import replace
 
 from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.row_problem import RowProblem
@@ -34,7 +35,11 @@ def plan_rows(problem: RowProblem, target: Target, devices: bool = False) -> Row
         plan = _grid(problem, target, min(_STAGE[problem.widest], size))
     else:
         plan = _columns(problem, target) if problem.inner > 1 else _rows(problem, target)
-    if isinstance(plan, Refusal | StagedPlan) or plan.storage != Storage.SHARED:
+    if isinstance(plan, Refusal):
+        return plan
+    if problem.exchanged != plan.exchanged:
+        plan = replace(plan, exchanged=problem.exchanged)
+    if isinstance(plan, StagedPlan) or plan.storage != Storage.SHARED:
         return plan
     if plan.persistent_blocks and plan.blocks > (held := plan.stages * plan.persistent_blocks):
         return Refusal(f"rows of {problem.cols} entries are {plan.blocks} slices, and the grid holds {held}")

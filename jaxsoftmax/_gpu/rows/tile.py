@@ -15,6 +15,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxlib.mlir.dialects import arith
 
@@ -41,10 +42,24 @@ _LN2, _LOG2E = math.log(2), math.log2(math.e)
 # Numbers that are added up beside a state: a function of a step and of its scores.
 Addends = Callable[[Any, jax.Array], jax.Array]
 
+LOWEST = float(np.finfo(np.float32).min)
+
 
 def each(function, *operands: Steps) -> Steps:
     """Applies a function to the operands' elements, step by step."""
     return lambda step: function(*(operand(step) for operand in operands))
+
+
+def together(function, count: int, *operands: Steps) -> list[Steps]:
+    """Applies a function with `count` results to the operands' elements, once for each step."""
+    last: list[Any] = [None, None]  # step and its results
+
+    def at(index, step):
+        if last[0] is not step:
+            last[:] = step, function(*(operand(step) for operand in operands))
+        return last[1][index]
+
+    return [functools.partial(at, index) for index in range(count)]
 
 
 @dataclass(frozen=True)
@@ -168,6 +183,47 @@ class Tile:
         d, sums = lowered(*without_error(d, sums, error, layout), (m - self.along(online.shift(top))) * _size_log2(size))
         return State(top, self.of_places(d)), self.of_places(sums) * _LN2
 
+    def lift_differences(self, scores: Steps, others: Steps, scale=None, other_scale=None) -> tuple[State, State, jax.Array]:
+        """Computes `lift` of scores and of other scores, and the sums of weights times differences of exponents.
+
+        `merge_differences` takes all of it. Both are read once. Maxima are finite, and a sum is NaN where a score is `+inf`.
+        """
+        plan = self.memory.plan
+        size, other_size = (None if each is None else self.along(each) for each in (scale, other_scale))
+
+        def lower(m, other_m, d, sums, other_d, top, other_top):
+            """Returns the sums relative to other maxima."""
+            scales = {"scale": size, "other_scale": other_size}
+            d, sums = online.lower_differences(m, d, sums, other_m, top, other_top, **scales, product=self._product)
+            factor = online.exponentials(other_m, other_top, axis=(), scale=other_size)
+            return d, sums, self._product(other_d, factor)
+
+        def add(elements, other_elements, m, other_m, d, sums, other_d):
+            for score, other in zip(elements, other_elements, strict=True):
+                exponent = online.exponents(score, m, axis=(), scale=size)
+                other_exponent = online.exponents(other, other_m, axis=(), scale=other_size)
+                weight = jnp.exp(exponent)
+                sums = sums + weight * jnp.where(weight > 0, exponent - other_exponent, 0)
+                d, other_d = d + weight, other_d + jnp.exp(other_exponent)
+            return d, sums, other_d
+
+        def push(steps, m, other_m, d, sums, other_d):
+            (elements, top), (other_elements, other_top) = self._elements(scores, steps), self._elements(others, steps)
+            tops = jnp.maximum(m, top), jnp.maximum(other_m, other_top)
+            return [*tops, *add(elements, other_elements, *tops, *lower(m, other_m, d, sums, other_d, *tops))]
+
+        zeros, lowest = ([self.accumulator(start) for _ in range(count)] for start, count in ((0, 3), (LOWEST, 2)))
+        if plan.storage != Storage.NOWHERE:
+            m, other_m = self._maxima(self._top(scores), self._top(others))
+            tops = self.along(m), self.along(other_m)
+            d, sums, other_d = self._fold(lambda steps, *sums: add(map(scores, steps), map(others, steps), *tops, *sums), zeros)
+        else:
+            top, other_top, d, sums, other_d = self._fold(push, [*lowest, *zeros])
+            m, other_m = self._maxima(top, other_top)
+            d, sums, other_d = lower(top, other_top, d, sums, other_d, self.along(m), self.along(other_m))
+        d, sums, other_d = map(self.of_places, (d, sums, other_d))
+        return State(m, d), State(other_m, other_d), sums
+
     def weights(self, m: jax.Array, scale=None) -> tuple[Callable[[jax.Array], jax.Array], Any]:
         """Returns a function of scores to `online.weights` of them, up to a factor that is alike for all, and this factor.
 
@@ -235,6 +291,10 @@ class Tile:
         """Computes the maximum to which the weights of a warp are relative."""
         return jnp.max(top, 1)
 
+    def _maxima(self, *tops: jax.Array) -> list[jax.Array]:
+        """Computes `_maximum` of several rows, the lowest number instead of `-inf`."""
+        return [jnp.maximum(self._maximum(top), LOWEST) for top in tops]
+
     @property
     def _product(self) -> Callable[[jax.Array, jax.Array], jax.Array]:
         plan = self.memory.plan
@@ -274,6 +334,12 @@ class Tile:
 
     def sum(self, values: Steps | jax.Array, exchange: int = 0) -> jax.Array:
         """Sums the rows, from elements or from the sums of warps of `lift_and_sum`, in the exchange of this number."""
+        raise NotImplementedError
+
+    def merge_differences(
+        self, state: State, other: State, sums: jax.Array, scale=None, other_scale=None, exchange: int = 0
+    ) -> tuple[State, State, jax.Array]:
+        """Merges what `lift_differences` returns to that of the rows, in the exchange of this number."""
         raise NotImplementedError
 
     # Steps.
@@ -337,8 +403,23 @@ class RowTile(Tile):
         plan = self.memory.plan
         if not plan.takes_block:
             return state
-        states = State(*self._exchange(exchange, state.m, state.d))
-        return self.merge_along(states, scale) if plan.is_shifted else online.merge_along(states, 0, scale=scale)
+        return self._merged(State(*self._exchange(exchange, state.m, state.d)), scale)
+
+    def _merged(self, states: State, scale=None) -> State:
+        """Merges the states of all warps."""
+        is_shifted = self.memory.plan.is_shifted
+        return self.merge_along(states, scale) if is_shifted else online.merge_along(states, 0, scale=scale)
+
+    def merge_differences(
+        self, state: State, other: State, sums: jax.Array, scale=None, other_scale=None, exchange: int = 0
+    ) -> tuple[State, State, jax.Array]:
+        if not self.memory.plan.takes_block:
+            return state, other, sums
+        maxima, d, other_maxima, other_d, sums = self._exchange(exchange, *state[:2], *other[:2], sums)
+        merged, other_merged = self._merged(State(maxima, d), scale), self._merged(State(other_maxima, other_d), other_scale)
+        scales = {"scale": scale, "other_scale": other_scale}
+        _, sums = online.lower_differences(maxima, d, sums, other_maxima, merged.m, other_merged.m, **scales)
+        return merged, other_merged, jnp.sum(sums)
 
     def merge_along(self, states: State, scale=None) -> State:
         """Computes `online.merge_along` of states, `[n]` that each warp has, or `[4, n]`, a row for each, alike in all lanes.
@@ -399,14 +480,22 @@ class RowTile(Tile):
         m = jnp.max(plgpu.load(tops, layout=replicated(warps), optimized=False))
         return plgpu.layout_cast(jnp.broadcast_to(m, plan.shape[:1]), plan.row_layout)
 
-    def _exchange(self, number: int, *parts):
-        """Exchanges a few values of each warp through shared memory, in a block or a cluster: returns those of all warps.
+    def _maxima(self, *tops: jax.Array) -> list[jax.Array]:
+        maxima = super()._maxima(tops[0])
+        for top in tops[1:]:
+            if self.memory.plan.is_shifted:
+                sync.block_barrier()  # other warps may still read the maxima before
+            maxima += super()._maxima(top)
+        return maxima
 
-        Exchanges take turns with two buffers, of two values each: three values are a body's only exchange. A warp that writes
-        in one exchange has read what was written in the one before; so all warps have read what was written two before.
+    def _exchange(self, number: int, *parts):
+        """Exchanges some values of each warp through shared memory, in a block or a cluster: returns those of all warps.
+
+        Exchanges take turns with two buffers. A warp that writes in one exchange has read what was written in the one before;
+        so all warps have read what was written two before.
         """
         plan, warpgroup = self.memory.plan, self.memory.warpgroup()
-        slots = [self.exchange.at[number % 2 * 2 + i] for i in range(len(parts))]
+        slots = [self.exchange.at[number % 2 * plan.exchanged + i] for i in range(len(parts))]
         if plan.cluster > 1:
             warpgroup = self.memory.rank * plan.warpgroups + warpgroup
             if number == 0:

@@ -248,7 +248,7 @@ def terms_from_classes(
       part in each row, and True for each row that counts; None if all rows do.
     """
     axis = rows.axis
-    classes, all_classes = _count_classes(function, rows.where, rows.logits.shape, (axis,), axis_name)
+    classes, all_classes = count_classes(function, rows.where, rows.logits.shape, (axis,), axis_name)
     counts = None if rows.where is None else classes != 0
     if ignore_index is not None:
         is_label = _differs(labels, ignore_index)
@@ -314,7 +314,7 @@ def _terms_from_probabilities(logits, labels, where, scale, axes, axis_name, par
     if params["return_total"]:
         sums.append(jnp.sum(select(where, scores, 0), axes))
     nll, *total = lax.psum(sums, axis_name) if axis_name else sums
-    classes, _ = _count_classes(_NAME, where, logits.shape, axes, axis_name)
+    classes, _ = count_classes(_NAME, where, logits.shape, axes, axis_name)
     terms = [nll, lax.squeeze(lse, axes), *total]
     *terms, classes = (jnp.broadcast_to(term, nll.shape) for term in (*terms, classes))
     return terms, classes
@@ -548,7 +548,7 @@ def _countable(function: str, classes: Any) -> Any:
     return classes
 
 
-def _count_classes(function, where, shape, axes, axis_name) -> tuple[Any, Any]:
+def count_classes(function, where, shape, axes, axis_name) -> tuple[Any, Any]:
     """Counts the classes that take part in each row of logits of this shape, and all classes, over all devices.
 
     With a mask of rows the first number is 0, or at least 1.

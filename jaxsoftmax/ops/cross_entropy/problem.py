@@ -41,4 +41,5 @@ class CrossEntropyProblem(RowwiseProblem):
             needs_end=self.params["soft_cap"] is not None or "scale" in self.operands or self.has_total,
             reduces="nothing" if needs_nothing else "exponents" if self.has_entropy else "state",
             n_exchanges=0 if needs_nothing else 1 + self.has_total,
+            exchanged=3 if self.has_entropy and not needs_nothing else 2,
         )

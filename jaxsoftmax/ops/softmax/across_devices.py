@@ -147,17 +147,22 @@ def _saved_operands(arguments, cuts):
     return operands, params
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def logsumexp_of_parts(axis_name: tuple[str, ...], params: dict[str, Any], x, where, scale) -> jax.Array:
     """Computes the log-sum-exp of rows that devices along mesh axes share, inside a `shard_map` of the user.
 
     The collectives stand beside the primitives, not in their rules, so that JAX transposes them: in one way if the `shard_map`
     checks what varies over devices (`check_vma`), and in another way if it does not. A primitive does not know which one.
     """
-    return _lse_and_state(axis_name, params, {"x": x, "where": where, "scale": scale})[0]
+    return state_of_parts(axis_name, params, x, where, scale)[0]
 
 
-@functools.partial(logsumexp_of_parts.defjvp, symbolic_zeros=True)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def state_of_parts(axis_name: tuple[str, ...], params: dict[str, Any], x, where, scale) -> tuple[jax.Array, ...]:
+    """Computes `logsumexp_of_parts`, and the state `(m, d)` of the rows."""
+    return _lse_and_state(axis_name, params, {"x": x, "where": where, "scale": scale})
+
+
+@functools.partial(state_of_parts.defjvp, symbolic_zeros=True)
 def _jvp_of_parts(axis_name, params, primals, tangents):
     operands = dict(zip(("x", "where", "scale"), primals, strict=True))
     lse, m, d = _lse_and_state(axis_name, params, operands)
@@ -165,8 +170,11 @@ def _jvp_of_parts(axis_name, params, primals, tangents):
     t, needs_scale = primitive.scores_tangent(operands, of_scores)
     operands |= {"m": m, "d": d, "t": t}
     (mean,) = bind(primitive.LOGSUMEXP_JVP, operands, scale_tangent=needs_scale, **params | {"dtype": d.dtype})
-    tangent = lax.psum(mean, axis_name).astype(lse.dtype)
-    return lse, sharding.varying(tangent, tuple(sorted(compat.varying(lse))))  # `lse` varies if JAX thinks that `scale` does
+    mean = lax.psum(mean, axis_name)
+    found = mean.astype(lse.dtype), jnp.zeros_like(m), jnp.where((d > 0) & (d < jnp.inf), d, 0) * mean
+    # Results vary over devices if JAX thinks that `scale` does.
+    pairs = zip(found, (lse, m, d), strict=True)
+    return (lse, m, d), tuple([sharding.varying(t, tuple(sorted(compat.varying(result)))) for t, result in pairs])
 
 
 def is_zero(tangent) -> bool:
@@ -194,12 +202,8 @@ def merge_states(m, d, *sums, cuts, scale=None, exponents=None):
 
 
 def _merge_along_mesh(m, d, *sums, axis_name, scale=None, exponents=None):
-    m = jnp.where(d == 0, -jnp.inf, jnp.where(d == jnp.inf, jnp.inf, m))  # undoes `online.finite`
-    numbers = jnp.stack([m, d, *sums, *([] if exponents is None else [exponents])])
-    # All devices get the same numbers. If a `shard_map` of the user checks what varies, "invarying" says so to JAX, and nothing
-    # else has to make the result the same on all devices.
-    to = "invarying" if compat.varying(numbers).issuperset(axis_name) else "varying"
-    maxima, parts, *sums = lax.all_gather(numbers, axis_name, axis=1, to=to)
+    numbers = gathered(axis_name, unbounded(m, d), d, *sums, *([] if exponents is None else [exponents]))
+    maxima, parts, *sums = numbers
     size = None if scale is None else jnp.abs(scale)
     m, d, _ = online.merge_along(online.State(maxima, parts), 0, scale=size)
     if exponents is not None:
@@ -207,6 +211,20 @@ def _merge_along_mesh(m, d, *sums, axis_name, scale=None, exponents=None):
         size = None if size is None else jnp.broadcast_to(size[None], maxima.shape)
         _, sums[-1] = online.lower_exponents(maxima, parts, sums[-1], lower, scale=size)
     return [online.finite(m), d, *[jnp.sum(total, 0) for total in sums]]
+
+
+def unbounded(m, d):
+    """Returns the maxima of rows with the sums `d`, infinite where `online.finite` made them finite."""
+    return jnp.where(d == 0, -jnp.inf, jnp.where(d == jnp.inf, jnp.inf, m))
+
+
+def gathered(axis_name, *numbers):
+    """Gathers numbers of this device's parts of rows from all devices, along a first axis."""
+    stacked = jnp.stack(numbers)
+    # All devices get the same numbers. If a `shard_map` of the user checks what varies, "invarying" says so to JAX, and nothing
+    # else has to make the result the same on all devices.
+    to = "invarying" if compat.varying(stacked).issuperset(axis_name) else "varying"
+    return lax.all_gather(stacked, axis_name, axis=1, to=to)
 
 
 def mesh_axes(cuts) -> tuple[str, ...]:

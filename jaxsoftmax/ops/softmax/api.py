@@ -395,28 +395,30 @@ def _is_known_float(scale: Any) -> bool:
     return is_addressable and scale.shape == () and scale.dtype == np.float64
 
 
-def row_scale(op: str, scale: Any, shape: Sequence[Any], axes: tuple[int, ...], dtype: np.dtype) -> jax.Array | np.ndarray:
+def row_scale(
+    op: str, scale: Any, shape: Sequence[Any], axes: tuple[int, ...], dtype: np.dtype, name: str = "scale"
+) -> jax.Array | np.ndarray:
     """Returns the factor of rows along `axes` of an array of this shape, in the real dtype of the arithmetic.
 
-    The factor has as many axes as the array, and size 1 along `axes`.
+    The factor has as many axes as the array, and size 1 along `axes`. `name` is that of the argument, for errors.
     """
     if _is_known_float(scale):
         scale = np.asarray(scale)[()]
     if isinstance(scale, float | int) and not isinstance(scale, bool):  # an array of NumPy: an eager call runs no op for it
         kind = np.finfo(dtype)
-        number = arguments.number(op, "scale", scale)
+        number = arguments.number(op, name, scale)
         if float(kind.max) < abs(number) < float("inf"):
-            raise ValueError(f"{op}: scale must be finite in {kind.dtype}, got {number}")
+            raise ValueError(f"{op}: {name} must be finite in {kind.dtype}, got {number}")
         return np.full((1,) * len(shape), number, kind.dtype)
-    scale = arguments.array(op, "scale", scale)
+    scale = arguments.array(op, name, scale)
     if scale.dtype == np.bool_ or jnp.issubdtype(scale.dtype, jnp.complexfloating):
-        raise TypeError(f"{op}: scale must be a real number, or one for each row, got {scale.dtype}")
+        raise TypeError(f"{op}: {name} must be a real number, or one for each row, got {scale.dtype}")
     rows = tuple([size for axis, size in enumerate(shape) if axis not in axes])
     try:
         fits = lax.broadcast_shapes(rows, scale.shape) == rows
     except ValueError:
         fits = False
     if not fits:
-        raise ValueError(f"{op}: scale must be a scalar, or broadcast to rows of shape {rows}, got shape {scale.shape}")
+        raise ValueError(f"{op}: {name} must be a scalar, or broadcast to rows of shape {rows}, got shape {scale.shape}")
     scale = lax.expand_dims(scale.astype(np.finfo(dtype).dtype), range(len(rows) - scale.ndim))
     return lax.expand_dims(scale, axes)

@@ -1,0 +1,98 @@
+"""Divergences of rows that devices share.
+
+Forward one collective merges the five numbers of all parts of a row. Cotangents are numbers of each row, which every device
+has, so that the backward pass needs no collective.
+
+The rules for primitives take the same arguments as those of `ops/softmax/across_devices.py`. `kl_divergence_of_parts` is for
+calls inside a `shard_map` of the user.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxsoftmax import online
+from jaxsoftmax._core import compat, sharding
+from jaxsoftmax._core.dtypes import accumulator
+from jaxsoftmax._core.primitive import bind
+from jaxsoftmax.ops.divergence import primitive, xla
+from jaxsoftmax.ops.softmax.across_devices import gathered, is_zero, local_mask, mesh_axes, unbounded
+
+
+def kl_divergence(runner, x, y, where, scale, y_scale, counts, *, axes, dtype, return_state=False, cuts):
+    """Computes the divergence of rows that devices share, and with `return_state` their states."""
+    operands = {"x": x, "y": y, "where": local_mask(x, where, cuts), "scale": scale, "y_scale": y_scale}
+    results = _merged(runner, operands, mesh_axes(cuts), axes, accumulator(x.dtype, y.dtype, dtype))
+    return xla.results_of(*results, counts, dtype=dtype, return_state=return_state)
+
+
+def kl_divergence_jvp(runner, x, where, *, cuts, **others):
+    """Computes the numbers of tangents of rows that devices share, by the reference."""
+    del runner
+    return list(lax.psum(jnp.stack(xla.kl_divergence_jvp(x=x, where=local_mask(x, where, cuts), **others)), mesh_axes(cuts)))
+
+
+_VJP_PARAMS = ("axes", "dtype", "y_dtype", "by", "of_scores")
+
+
+def kl_divergence_vjp(runner, x, where, *, cuts, **others):
+    """Computes the gradients of this device's logits: the states hold the sums over whole rows."""
+    params = {name: others.pop(name) for name in _VJP_PARAMS if name in others}
+    return runner(primitive.KL_DIVERGENCE_VJP, {"x": x, "where": local_mask(x, where, cuts), **others}, **params)
+
+
+def _merged(runner, operands, axis_name, axes, dtype):
+    """Computes `m`, `d`, `sums`, `y_m` and `y_d` of whole rows from this device's parts of them."""
+    _, *local = runner(primitive.KL_DIVERGENCE, operands, axes=axes, dtype=dtype, return_state=True)
+    m, d, sums, y_m, y_d = gathered(axis_name, *local)
+    size, y_size = (None if s is None else jnp.abs(s) for s in (operands["scale"], operands["y_scale"]))
+    state = online.merge_along(online.State(unbounded(m, d), d), 0, scale=size)
+    y_state = online.merge_along(online.State(unbounded(y_m, y_d), y_d), 0, scale=y_size)
+
+    def along(row):
+        return jnp.broadcast_to(row[None], m.shape)
+
+    lower, y_lower = (along(online.finite(of.m)) for of in (state, y_state))
+    size, y_size = (None if of is None else along(of) for of in (size, y_size))
+    _, sums = online.lower_differences(m, d, sums, y_m, lower, y_lower, scale=size, other_scale=y_size)
+    return online.finite(state.m), state.d, jnp.sum(sums, 0), online.finite(y_state.m), y_state.d
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def kl_divergence_of_parts(axis_name: tuple[str, ...], params: dict[str, Any], x, y, where, scale, y_scale, counts):
+    """Computes the results of the primitive, with the states, of rows that devices share inside a `shard_map` of the user.
+
+    All devices get the same results, and pass the same scales. The collectives stand beside the primitives, for the reason that
+    `logsumexp_of_parts` gives.
+    """
+    operands = {"x": x, "y": y, "where": where, "scale": scale, "y_scale": y_scale}
+    runner = functools.partial(bind, implementation=params["implementation"])
+    results = _merged(runner, operands, axis_name, params["axes"], params["dtype"])
+    return xla.results_of(*results, counts, dtype=params["dtype"], return_state=True)
+
+
+@functools.partial(kl_divergence_of_parts.defjvp, symbolic_zeros=True)
+def _jvp_of_parts(axis_name, params, primals, tangents):
+    operands = dict(zip(("x", "y", "where", "scale", "y_scale"), primals[:5], strict=True))
+    results = kl_divergence_of_parts(axis_name, params, *primals)
+    divergence, m, d, sums, y_m, y_d = results
+    moving = {name: t for name, t in zip(operands, tangents[:5], strict=True) if name != "where" and not is_zero(t)}
+    found, of_scores = primitive.tangents_of_scores(operands, moving)
+    saved = operands | {"m": m, "d": d, "y_m": y_m, "y_d": y_d, **found}
+    numbers = lax.psum(jnp.stack(bind(primitive.KL_DIVERGENCE_JVP, saved, of_scores=of_scores, **params)), axis_name)
+    saved_sums, moves = (divergence, d, sums, y_d), found["t"] is not None
+    tangent, of_d, of_sums, of_y_d = primitive.tangents_of_results(*saved_sums, *numbers, moves=moves)
+    found = [tangent, jnp.zeros_like(m), of_d, of_sums, jnp.zeros_like(m), of_y_d]
+    # Results vary over devices if JAX thinks that a scale does.
+    pairs = zip(found, results, strict=True)
+    return results, [sharding.varying(t, tuple(sorted(compat.varying(result)))) for t, result in pairs]
+
+
+RULES = {
+    primitive.KL_DIVERGENCE: kl_divergence,
+    primitive.KL_DIVERGENCE_JVP: kl_divergence_jvp,
+    primitive.KL_DIVERGENCE_VJP: kl_divergence_vjp,
+}
