@@ -15,7 +15,7 @@ import jax
 from jaxsoftmax._core import arguments, compat
 from jaxsoftmax._core import target as targets
 from jaxsoftmax._core.implementation import Plan, Refusal
-from jaxsoftmax._core.operation import FACTORS, Kernels, Op
+from jaxsoftmax._core.operation import Kernels, Op
 from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._core.target import Target
 
@@ -287,7 +287,7 @@ def _plan(
         return Refusal(f"it runs on {' and '.join(kernels.platforms)}, not on {target.platform}")
     if obstacle is not None:
         return Refusal(obstacle)
-    if problem.operands.keys() & set(FACTORS) and not kernels.takes_factor:
+    if problem.is_product and not kernels.takes_factor:
         return Refusal("it multiplies its operand by no factor")
     if problem.is_symbolic:
         return Refusal("shapes must be known while lowering, and these are symbolic")

@@ -5,11 +5,12 @@ operand has to be written first, unless it is in memory anyway: as an argument o
 product, reduction, transpose, concatenation, gather, loop or another kernel.
 
 `tests/core/test_fusion.py` compares this with programs that XLA compiles for an H200 (JAX 0.11.2). Two things are out of sight:
-the caller of a jitted function, whose arguments count as arrays in memory (`jax.jit(softmax)(x * 2)`), and other readers of an
-operand, for which XLA may write it anyway.
+the caller of a jitted function, whose arguments count as arrays in memory (`jax.jit(softmax)(x * 2)`), and readers of an
+operand that are lowered later, for which XLA may write it anyway.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,11 @@ _FUSED = frozenset(f"{dialect}.{kind}" for dialect in ("stablehlo", "chlo") for 
 # result. It stops at the operations in _NO_EPILOGUE, and at a cast to a wider dtype.
 _WITH_EPILOGUE = frozenset(("stablehlo.dot_general", "stablehlo.reduce"))
 _NO_EPILOGUE = frozenset(("stablehlo.broadcast_in_dim", "stablehlo.select", "stablehlo.slice"))
+
+# Operations that read their operands in memory, and the first letters of the custom calls that are kernels. A matrix product
+# may compute what is elementwise in its operands.
+_IN_MEMORY = frozenset(("chlo.top_k", "stablehlo.optimization_barrier", "stablehlo.sort", "stablehlo.while"))
+_KERNELS = ("mosaic_gpu", "triton")
 
 # These move data and compute nothing, so that a cast may as well come after them.
 _MOVES = frozenset(
@@ -136,6 +142,48 @@ def _constant_along(value, axes) -> mlir.ir.Value | None:
     return _emit("stablehlo.reshape", sizes, _dtype(value), number)
 
 
+def one_hot_from(value: mlir.ir.Value, axes: Sequence[int], functions: mlir.ir.SymbolTable | None) -> mlir.ir.Value | None:
+    """Returns `value` as a comparison with an index, if it is a scatter of one number to each row of zeros, else None.
+
+    It is the cotangent of `take_along_axis(y, ids)`, or of `y[id]` in a `vmap`. XLA writes a scatter, and fuses a comparison.
+    In both an index outside of the row adds nothing.
+    """
+    (operation, calls), shape = _producer(value, functions, ()), _type(value).shape
+    if operation is None or operation.name != "stablehlo.scatter" or len(operation.operands) != 3 or len(axes) != 1:
+        return None
+    if [each.name for each in operation.regions[0].blocks[0]] != _SUM:
+        return None
+    if not _type(value).has_static_shape or _type(operation.results[0]).shape != shape:  # reshaped, rows may be others
+        return None
+    numbers = str(operation.attributes["scatter_dimension_numbers"])
+    lists = {name: [*map(int, entries.split(", "))] for name, entries in _LIST.findall(numbers)}
+    others = [at for at in range(len(shape)) if at != axes[0]]
+    if lists.get("input_batching_dims", []) != others or lists.get("scatter_dims_to_operand_dims") != [*axes]:
+        return None
+    of_indices = lists.get("scatter_indices_batching_dims", [])
+    zeros, *places_and_numbers = operation.operands
+    outer = [_outside(operand, calls) for operand in places_and_numbers]
+    is_one_each = all(each is not None and math.prod(_type(each).shape) * shape[axes[0]] == math.prod(shape) for each in outer)
+    if not is_one_each or of_indices != sorted(of_indices) or not _is_splat(zeros, 0):
+        return None
+    return _emit_one_hot(value, axes[0], *outer)
+
+
+_SUM = ["stablehlo.add", "stablehlo.return"]  # what a scatter does with a number that is there
+
+# Lists of numbers in the text of an attribute.
+_LIST = re.compile(r"(\w+) = \[([\d, ]+)\]")
+
+
+def _outside(value, calls) -> mlir.ir.Value | None:
+    """Returns the value that functions get from outside of all `calls`, or None if they compute it."""
+    for call in reversed(calls):
+        if _definition(value) is not None:
+            return None
+        value = call.operands[value.arg_number]
+    return value
+
+
 def narrow_dtype(value: mlir.ir.Value) -> str | None:
     """Returns the name of the dtype of `value` if it is float16 or bfloat16, else None."""
     return _NARROW.get(_dtype(value))
@@ -150,6 +198,35 @@ def is_fused(value: mlir.ir.Value, functions: mlir.ir.SymbolTable | None) -> boo
     """
     operation, calls = _producer(value, functions, (), keeps_rows=True)
     return operation is not None and operation.name in _FUSED and not _is_epilogue(operation, functions, calls)
+
+
+def is_written(value: mlir.ir.Value, functions: mlir.ir.SymbolTable | None) -> bool:
+    """Tells whether XLA writes `value` anyway, for a reader that was lowered before. Arguments are those of `is_fused`."""
+    while True:
+        if _is_read_in_memory(value, functions):
+            return True
+        operation = _definition(value)
+        if operation is None or not _is_reshape(operation):
+            return False
+        value = operation.operands[0]
+
+
+def _is_read_in_memory(value, functions) -> bool:
+    """Tells whether an operation reads `value` in memory, possibly in another shape, or in a function that is called."""
+    for use in value.uses:
+        reader = use.owner
+        if reader.name in _IN_MEMORY:
+            return True
+        if reader.name == "stablehlo.custom_call":
+            if reader.attributes["call_target_name"].value.startswith(_KERNELS):
+                return True
+        elif reader.name == "func.call" and functions is not None:
+            (body,) = functions[reader.attributes["callee"].value].regions[0]
+            if _is_read_in_memory(body.arguments[use.operand_number], functions):
+                return True
+        elif _is_reshape(reader) and _is_read_in_memory(reader.results[0], functions):
+            return True
+    return False
 
 
 def _is_epilogue(operation, functions, calls) -> bool:
@@ -215,6 +292,11 @@ def _beside_one(operation) -> Any:
 
 def _is_one(value) -> bool:
     """Tells whether all elements are the constant 1."""
+    return _is_splat(value, 1)
+
+
+def _is_splat(value, number: int) -> bool:
+    """Tells whether all elements are a constant, 0 or 1."""
     operation = _definition(value)
     while operation is not None and operation.name in _MOVES | {"stablehlo.convert"}:
         operation = _definition(operation.operands[0])
@@ -223,7 +305,7 @@ def _is_one(value) -> bool:
     if isinstance(_type(operation.results[0]).element_type, mlir.ir.ComplexType):  # MLIR hands Python no array of these
         return False
     values = mlir.ir.DenseElementsAttr(operation.attributes["value"])
-    return values.is_splat and str(values.get_splat_value()).split(" : ")[0] == "1.000000e+00"
+    return values.is_splat and str(values.get_splat_value()).split(" : ")[0] == f"{number}.000000e+00"
 
 
 def _definition(value) -> Any:
@@ -257,3 +339,22 @@ def _emit_move(operation, source) -> mlir.ir.Value:
 def _emit_number(value, beside) -> mlir.ir.Value:
     """Emits the one element of `value` with as many axes as `beside` has."""
     return _emit("stablehlo.reshape", [1] * _type(beside).rank, _dtype(value), value)
+
+
+def _emit_one_hot(like, axis: int, places, numbers) -> mlir.ir.Value:
+    """Emits an array of zeros like `like`, with a number of each row at its place along `axis`."""
+    shape = _type(like).shape
+    of_rows = [1 if at == axis else size for at, size in enumerate(shape)]
+    dims = mlir.ir.DenseI64ArrayAttr.get([*range(len(shape))])
+
+    def broadcast(array):
+        reshaped = _emit("stablehlo.reshape", of_rows, _dtype(array), array)
+        return _emit("stablehlo.broadcast_in_dim", shape, _dtype(array), reshaped, broadcast_dimensions=dims)
+
+    dimension = mlir.ir.IntegerAttr.get(mlir.ir.IntegerType.get_signless(64), axis)
+    columns = _emit("stablehlo.iota", shape, _dtype(places), iota_dimension=dimension)
+    equal = mlir.ir.Attribute.parse("#stablehlo<comparison_direction EQ>")
+    is_there = _emit("stablehlo.compare", shape, "i1", columns, broadcast(places), comparison_direction=equal)
+    zero = mlir.ir.DenseElementsAttr.get_splat(like.type, mlir.ir.FloatAttr.get(_type(like).element_type, 0.0))
+    zeros = _emit("stablehlo.constant", shape, _dtype(like), value=zero)
+    return _emit("stablehlo.select", shape, _dtype(like), is_there, broadcast(numbers), zeros)

@@ -20,7 +20,8 @@ from jax.interpreters import mlir
 
 from jaxsoftmax._core import compat, fusion, sharding
 from jaxsoftmax._core.choose import Choice, choose, record
-from jaxsoftmax._core.operation import FACTORS, OnShards, Operation
+from jaxsoftmax._core.operation import OnShards, Operation
+from jaxsoftmax._core.problem import FACTORS
 from jaxsoftmax._core.sharding import Cut
 from jaxsoftmax._core.target import ONE_DEVICE, Machine, Target, target_for
 
@@ -48,25 +49,33 @@ class Site:
 
 def lower(operation: Operation, ctx, *operands, names, implementation, axis_name=(), **params):
     """Binds the second step, on operands as they were before casts to float32."""
-    sources, avals, fused, functions = list(operands), list(ctx.avals_in), [], compat.of_module(ctx, "symbol_table")
+    sources, avals, functions = list(operands), list(ctx.avals_in), compat.of_module(ctx, "symbol_table")
+    platforms = {target_for(platform).platform for platform in compat.platforms(ctx)}
+    computed, written = set(), set()  # names of operands that XLA could fuse with the reference, and of those that it writes
     for index, name in enumerate(names):
         is_scores = operation.by_name[name].is_scores
         if is_scores and (source := fusion.widened_from(sources[index])) is not None:
             # Kernels see the narrow type alone: a kernel that refuses it is not asked about float32.
             sources[index], avals[index] = source, avals[index].update(dtype=np.dtype(fusion.narrow_dtype(source)))
+        # A CPU scatters faster than it compares.
+        if name == "t" and is_scores and operation.is_aligned and platforms == {"cuda"}:
+            sources[index] = fusion.one_hot_from(sources[index], params["axes"], functions) or sources[index]
         is_whole_mask = avals[index].dtype == bool and avals[index].shape == avals[0].shape
         if (is_scores or is_whole_mask) and fusion.is_fused(sources[index], functions):
-            fused.append(name)
+            computed.add(name)
+            # XLA computes a derivative together with those of the operations that produce its operand, which come behind it.
+            if not operation.linear and fusion.is_written(sources[index], functions):
+                written.add(name)
     dtypes = tuple(aval.dtype for aval in ctx.avals_in)
-    site = Site(operation, names, dtypes, frozenset(fused), implementation, axis_name, tuple(params.items()))
-    if (name := operation.factor_of) in fused and dtypes[names.index(name)] == avals[names.index(name)].dtype:
-        site = _factored(site, ctx, sources, avals)
+    site = Site(operation, names, dtypes, frozenset(computed - written), implementation, axis_name, tuple(params.items()))
+    if (name := operation.factor_of) in computed and dtypes[names.index(name)] == avals[names.index(name)].dtype:
+        site = _factored(site, ctx, sources, avals, platforms)
     bound = functools.partial(_call.bind, results=tuple(ctx.avals_out), site=site)
     with sharding.on_mesh_of(avals):
         return mlir.lower_fun(bound)(ctx.replace(avals_in=avals), *sources)
 
 
-def _factored(site: Site, ctx, operands: list[Any], avals: list[Any]) -> Site:
+def _factored(site: Site, ctx, operands: list[Any], avals: list[Any], platforms: set[str]) -> Site:
     """Looks for a factor that a kernel can take in, in the operand that XLA would compute.
 
     If there is one, this appends the two sides of the product to the operands and their types. The reference runs on the
@@ -75,12 +84,12 @@ def _factored(site: Site, ctx, operands: list[Any], avals: list[Any]) -> Site:
     operation, params = site.operation, dict(site.params)
     kernels, name = operation.op.kernels.values(), operation.factor_of
     at = site.names.index(name)
-    platforms = {target_for(platform).platform for platform in compat.platforms(ctx)}
     if site.axis_name or not any(each.takes_factor and platforms & {*each.platforms} for each in kernels):
         return site
-    if (scaled := fusion.scaled_from(operands[at], params["axes"])) is None:
+    if (scaled := fusion.scaled_from(operands[at], operation.row_axes(avals[at].ndim, **params))) is None:
         return site
-    fused = site.fused if fusion.is_fused(scaled.source, compat.of_module(ctx, "symbol_table")) else site.fused - {name}
+    is_fused = fusion.is_fused(scaled.source, compat.of_module(ctx, "symbol_table"))
+    fused = site.fused | {name} if is_fused else site.fused - {name}
     product, narrow = avals[at], fusion.narrow_dtype(scaled.source)
     operands += [scaled.source, scaled.factor]
     avals += [

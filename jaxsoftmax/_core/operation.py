@@ -5,10 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxsoftmax._core.problem import Problem
-
-# Names of operands for a number of each row in front of the scores; a call has at most one: see `Operation.factor_of`.
-FACTORS = ("factor", "divisor")
+from jaxsoftmax._core.problem import FACTORS, Problem
 
 # The names of the last axes of an array, for sharding.
 Axes = tuple[str | None, ...]
@@ -125,7 +122,15 @@ class Operation:
         out: list[Axes] = [()] * n_results
         if self.results is not None:
             out = [result.axes for result in self.results(**params)]
-        return [() if self.is_aligned else self.by_name[name].axes for name in names], out
+        own = [self.factor_of if name in FACTORS else name for name in names]  # a factor has the axes of its scores
+        return [() if self.is_aligned else self.by_name[name].axes for name in own], out
+
+    def row_axes(self, ndim: int, **params: Any) -> tuple[int, ...]:
+        """Returns the axes of a row in the operand of `ndim` axes that has a factor."""
+        if self.is_aligned:
+            return params["axes"]
+        names = self.by_name[self.factor_of].axes
+        return tuple([ndim - len(names) + at for at, name in enumerate(names) if name is None])
 
     def multiplied(self, operands: Mapping[str, Any]) -> dict[str, Any]:
         """Returns operands by name without their factor: multiplies, or divides, what it belongs to, in float32."""

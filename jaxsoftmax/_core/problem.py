@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from jaxsoftmax._core.operation import Operation
 
 
+# Names of operands for a number of each row in front of the scores; a call has at most one: see `Operation.factor_of`.
+FACTORS = ("factor", "divisor")
+
+
 @dataclass(frozen=True, eq=False)
 class Problem:
     """One call of an operation: what is to be computed, from types and parameters alone.
@@ -32,6 +36,16 @@ class Problem:
     def is_cast(self) -> bool:
         """True if the program casts an operand to float32 before the call."""
         return any(self.operands[name].dtype != dtype for name, dtype in self.dtypes.items())
+
+    @property
+    def is_product(self) -> bool:
+        """True if the scores are a product with a factor of rows."""
+        return not self.operands.keys().isdisjoint(FACTORS)
+
+    @property
+    def is_rounded_product(self) -> bool:
+        """True if the program rounds such a product to 16 bits. Kernels round it to float32."""
+        return self.is_product and self.operands["x"].dtype.itemsize == 2 and "x" not in self.dtypes
 
     @property
     def is_symbolic(self) -> bool:

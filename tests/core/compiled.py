@@ -392,13 +392,13 @@ def _of_layout(plan) -> tuple[Any, ...]:
 
 
 def cross_entropy_cases() -> Iterator[Case]:
-    """Kernels of losses, with labels, a mask or a cap, or with the entropy and a scale; and that of a linear layer."""
+    """Kernels of losses, with labels, a mask, a cap or a divisor, or with the entropy and a scale; and of a linear layer."""
     for (primitive, options), dtype in itertools.product(OF_LOSSES.items(), ("float32", "bfloat16")):
-        for masked, cols in itertools.product((False, True, "end", "entropy"), widths()):
+        for masked, cols in itertools.product((False, True, "end", "entropy", "divided"), widths()):
             given = {"x": shaped(_ROWS, cols, dtype=dtype), "labels": shaped(_ROWS, 1, dtype="int32")}
             if primitive != "cross_entropy_gradient":
                 given["where"] = shaped(_ROWS, cols, dtype=bool) if masked is True else None
-            elif masked in (True, "entropy"):
+            elif masked in (True, "entropy", "divided"):
                 continue
             of = options | {"axes": (1,), "dtype": jnp.dtype("float32"), "soft_cap": 30.0 if masked == "end" else None}
             if primitive == "cross_entropy_vjp":
@@ -407,6 +407,8 @@ def cross_entropy_cases() -> Iterator[Case]:
             if masked == "end":
                 of |= {"return_total": True} if primitive == "cross_entropy" else {}
                 of |= {"label_smoothing": 0.1} if primitive == "cross_entropy_gradient" else {}
+            elif masked == "divided":
+                given["divisor"] = shaped(_ROWS, 1)
             elif masked == "entropy":
                 given["scale"] = shaped(_ROWS, 1)
                 given |= {"e": shaped(_ROWS, 1)} if primitive == "cross_entropy_vjp" else {}
@@ -481,6 +483,8 @@ def top_k_cases() -> Iterator[Case]:
     for rows, cols, dtype in itertools.product((1, 64, 2048), cols_of_all[2:], ("float32", "bfloat16", "float16")):
         for kind in ("plain", "temperature", "top_p", "min_p", "top_p min_p", "log_prob", "top_p log_prob", "noise"):
             yield from _categorical(rows, cols, dtype, kind)
+        for kind in ("divided", "divided log_prob"):
+            yield from _categorical(rows, cols, dtype, kind)
 
 
 def _top_k(rows, cols, k, dtype, kind) -> Iterator[Case]:
@@ -517,15 +521,21 @@ def _with_gradient(x, **options):
 
 def _categorical(rows, cols, dtype, kind) -> Iterator[Case]:
     x = shaped(rows, cols, dtype=dtype)
-    of = {"temperature": shaped(rows)} if kind != "plain" else {}
+    of = {"temperature": shaped(rows)} if kind not in ("plain", "divided") else {}
     of |= {name: shaped(rows) for name in ("top_p", "min_p") if name in kind}
-    parts = 2 if kind == "log_prob" else int("top_p" in kind)
+    parts = 2 if kind in ("log_prob", "divided log_prob") else int("top_p" in kind)
     plans = plan_draw(rows, cols, parts, HOPPER), plan_check(rows, cols, x.dtype.itemsize, HOPPER)
     key = ("categorical", kind, dtype, rows == 1, *map(_key_of_sweeps, plans))
     options = {"return_log_prob": "log_prob" in kind, "implementation": "mosaic"}
     operands = {"key": shaped(2, dtype="uint32"), "logits": x} | of
-    run = functools.partial(_public, jaxsoftmax.categorical, options)
+    function = _divided_samples if "divided" in kind else jaxsoftmax.categorical
+    operands |= {"divisor": shaped(rows, 1)} if "divided" in kind else {}
+    run = functools.partial(_public, function, options)
     yield Case(f"top_k categorical {kind} {dtype} {rows}x{cols}", key, run, operands)
+
+
+def _divided_samples(logits, divisor, **options):
+    return jaxsoftmax.categorical(logits=logits.astype(jnp.float32) / divisor, **options)
 
 
 CASES = (attention_cases, softmax_cases, cross_entropy_cases, divergence_cases, top_k_cases)

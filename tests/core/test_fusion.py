@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxsoftmax import explain, log_softmax, logsumexp, softmax
+from jaxsoftmax import categorical, cross_entropy, entropy, explain, log_probs, log_softmax, logsumexp, softmax, top_k
 from jaxsoftmax._core import lower
 from jaxsoftmax._core.implementation import ReferencePlan, Refusal
 from jaxsoftmax._core.problem import Problem
@@ -20,6 +20,7 @@ from jaxsoftmax.ops.softmax import across_devices
 from jaxsoftmax.ops.softmax.primitive import SOFTMAX
 
 from ..support import cases, kernels, oracle, xla_cuda
+from ..support.cross_entropy import oracle as losses
 from ..support.meshes import collectives_of
 
 pytestmark = pytest.mark.usefixtures("hollow_kernels")
@@ -313,6 +314,86 @@ def test_softmax_takes_a_factor_unless_a_cast_back_may_follow():
     assert decision.plan.endswith(", times a factor")
 
 
+def zeros_of(x):
+    return jnp.zeros(x.shape[:-1], jnp.int32)
+
+
+LOSSES = {
+    "cross_entropy": lambda x, **options: cross_entropy(x, zeros_of(x), label_smoothing=0.1, **options),
+    "capped": lambda x, **options: cross_entropy(x, zeros_of(x), logits_soft_cap=5.0, **options),
+    "scaled": lambda x, **options: log_probs(x, zeros_of(x), scale=0.5, return_entropy=True, **options),
+    "several ids": lambda x, **options: log_probs(x, jnp.zeros((*x.shape[:-1], 3), jnp.int32), **options),
+    "entropy": entropy,
+}
+
+
+@pytest.mark.parametrize("name", FACTORS)
+@pytest.mark.parametrize("loss", ["cross_entropy", "entropy"])
+def test_a_loss_takes_a_factor_of_rows(loss, name):
+    f, avals, expected = FACTORS[name]
+    (decision,) = explain(lambda *args: LOSSES[loss](f(*args)), *avals, gpu="h100")
+    assert decision.implementation == ("xla" if expected is None else "mosaic")
+    assert decision.plan.endswith(", times a factor") == (expected is not None)
+    assert expected in (None, decision.operands[0])
+
+
+@pytest.mark.parametrize("name", ["a scalar", "one for each row", "behind a cast", "of 16 bits"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_product_is_written_before_a_loss(loss, name):
+    f, avals, _ = FACTORS[name]
+    if (loss, name) == ("several ids", "of 16 bits"):  # these need the state, which is that of the rounded product
+        return
+    assert not kernels.products_in_use(lambda *args: LOSSES[loss](f(*args)), *avals)
+    assert kernels.products_in_use(lambda *args: LOSSES[loss](f(*args), implementation="xla"), *avals)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_gradients_of_losses_behind_a_factor(loss):
+    """The reference adds to a gradient at the labels before the factor multiplies it; that of an entropy is one pass."""
+
+    def total(x, s, **options):
+        return sum(map(jnp.sum, jax.tree.leaves(LOSSES[loss](x / s[:, None], **options))))
+
+    both = explain(jax.value_and_grad(total), WIDE, ROWS, gpu="h100")
+    has_labels = loss not in ("entropy", "several ids")
+    assert [d.implementation for d in both] == ["mosaic", "mosaic" if has_labels else "xla"]
+    forced = explain(functools.partial(jax.value_and_grad(total), implementation="mosaic"), WIDE, ROWS, gpu="h100")
+    assert [d.plan.endswith("a factor") for d in forced] == [True, True]
+    # The one product of the whole size is that of the gradient.
+    assert len(kernels.products_in_use(jax.grad(total), WIDE, ROWS)) == 1 or not has_labels
+
+
+def test_the_state_of_a_loss_of_16_bits_is_that_of_the_rounded_product():
+    both = explain(jax.grad(lambda x, s: jnp.sum(LOSSES["cross_entropy"](x * s)).astype(F)), X, shape(), gpu="h100")
+    assert [d.implementation for d in both] == ["xla", "xla"]
+
+
+@pytest.mark.parametrize("name", [name for name in FACTORS if name != "of 16 bits"])
+def test_a_sample_takes_a_factor_of_rows(name):
+    """The operand has the axes of the rows; a product of 16 bits is rounded, and the sample is that of the rounded one."""
+    f, avals, expected = FACTORS[name]
+
+    def sample(*args, **options):
+        return categorical(jax.random.key(0), f(*args), **options)
+
+    (decision,) = explain(sample, *avals, gpu="h100")
+    assert decision.implementation == ("xla" if expected is None else "mosaic")
+    assert decision.plan.endswith(", times a factor") == (expected is not None)
+    assert expected in (None, decision.operands[0])
+    assert expected is None or not kernels.products_in_use(sample, *avals)
+
+
+@pytest.mark.parametrize(
+    ("options", "implementation"), [({"top_p": 0.9}, "mosaic"), ({"min_p": 0.1}, "mosaic"), ({"shape": (4, 8)}, "xla")]
+)
+def test_other_samples_are_those_of_the_product(options, implementation):
+    decisions = explain(lambda x, s: categorical(jax.random.key(0), x.astype(F) / s, **options), X, S, gpu="h100")
+    assert {(d.implementation, d.operands[0][:7]) for d in decisions} == {(implementation, "float32")}
+    assert not any("a factor" in d.plan for d in decisions)
+    (decision,) = explain(lambda x, s: categorical(jax.random.key(0), x * s), X, shape(), gpu="h100")
+    assert decision.implementation == "xla"
+
+
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.float64, jnp.complex64])
 def test_other_arithmetic_keeps_its_factor(dtype):
     with jax.enable_x64(True):
@@ -360,6 +441,168 @@ def test_the_reference_computes_what_it_computed_without_the_factor(monkeypatch)
 def test_a_kernel_that_is_forced_and_takes_no_factor_gets_the_product(noting):
     (decision,) = explain(lambda x: softmax(x * B(2), implementation="noting"), X)
     assert (decision.implementation, noting.told[-1][1][0]) == ("noting", True)
+
+
+# Cotangents.
+
+IDS = shape(8, dtype=jnp.int32)
+
+
+def along_rows(y, ids, mode=None):
+    return jnp.take_along_axis(y, ids[:, None], 1, mode=mode)
+
+
+# What reads the result of an op, and whether its cotangent is known as a comparison with an index.
+ONE_HOT = {
+    "take_along_axis": (along_rows, True),
+    "promised to be inside": (functools.partial(along_rows, mode="promise_in_bounds"), True),
+    "weighted": (lambda y, ids: 3 * along_rows(y, ids), True),
+    "in a map": (lambda y, ids: jax.vmap(lambda row, at: row[at])(y, ids), True),
+    "along the first axis": (lambda y, ids: jnp.take_along_axis(y.T, ids[None], 0), False),
+    "several of a row": (lambda y, ids: jnp.take_along_axis(y, jnp.stack([ids, ids], 1), 1), False),
+    "of whole rows": (lambda y, ids: y[ids], False),
+    "of places": (lambda y, ids: y[jnp.arange(8), ids], False),
+    "one_hot": (lambda y, ids: y * jax.nn.one_hot(ids, 128, dtype=y.dtype), True),
+}
+
+
+@pytest.mark.parametrize("name", ONE_HOT)
+@pytest.mark.parametrize("op", [log_softmax, softmax])
+def test_a_cotangent_with_one_number_in_each_row_is_fused(op, name):
+    """XLA then writes neither zeros nor a scatter, and reads no cotangent."""
+    reads, is_one_hot = ONE_HOT[name]
+
+    def gradient(x, ids):
+        return jax.grad(lambda x: jnp.sum(reads(op(x), ids)))(x)
+
+    decision = explain(gradient, WIDE, IDS, gpu="h100")[-1]
+    assert decision.implementation == ("xla" if is_one_hot else "mosaic")
+
+
+@pytest.mark.parametrize("op", [log_softmax, softmax])
+def test_xla_writes_no_cotangent_with_one_number_in_each_row(op):
+    xla_cuda.skip_unless_it_compiles()
+    x = shape(512, 4096, dtype=F)
+    text = xla_cuda.compiled(jax.grad(lambda x, ids: jnp.sum(along_rows(op(x), ids))), x, shape(512, dtype=jnp.int32))
+    main = text[text.index("ENTRY") :]
+    assert len([line for line in main.splitlines() if " = f32[512,4096]" in line and " fusion(" in line]) == 1  # the gradient
+    assert "scatter" not in text
+
+
+def test_a_forced_kernel_reads_a_comparison():
+    def gradient(x, ids):
+        return jax.grad(lambda x: jnp.sum(along_rows(log_softmax(x, implementation="mosaic"), ids)))(x)
+
+    assert [d.implementation for d in explain(gradient, WIDE, IDS, gpu="h100")] == ["mosaic", "mosaic"]
+
+
+@pytest.mark.parametrize("shape_and_axis", [((8, 128), -1), ((2, 128, 3), 1), ((2, 4, 128), 2)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_of_chosen_entries(shape_and_axis, dtype):
+    """An index outside of the row adds nothing, and one below 0 counts from the end."""
+    sizes, axis = shape_and_axis
+    x = sample(dtype, sizes)
+    rows = np.delete(sizes, axis)
+    ids = np.random.default_rng(1).integers(-128, 128, rows).astype(np.int32)
+    ids.flat[:2] = 128, 2**31 - 1
+    weights = np.random.default_rng(2).standard_normal(rows).astype(np.float32)
+    places, weights = np.expand_dims(ids, axis), np.expand_dims(weights, axis)
+
+    def gradient(x):
+        def loss(x):
+            y = log_softmax(x.astype(F), axis=axis, implementation="xla")
+            return jnp.sum(weights * jnp.take_along_axis(y, places, axis))
+
+        return jax.grad(loss)(x)
+
+    with kernels.target(interpreted=True):
+        lowered = jax.jit(gradient).lower(x)
+    compares = [" stablehlo.iota " in text for text in (lowered.as_text(), jax.jit(gradient).lower(x).as_text())]
+    assert compares == [True, False]  # a CPU scatters
+    found = lowered.compile()(x)
+    columns = np.arange(128).reshape([-1 if at == axis % len(sizes) else 1 for at in range(len(sizes))])
+    cotangent = np.where(columns == np.where(places < 0, places + 128, places), weights, 0)
+    assert oracle.error(found, oracle.log_softmax_cotangent(x, cotangent, axis)) <= 1
+
+
+def test_a_scatter_to_other_rows_is_none_to_rows():
+    """The result is read in another shape, whose middle axis is as long."""
+    x, ids = sample("float32", (3, 128, 2)), np.arange(6, dtype=np.int32).reshape(2, 1, 3)
+
+    def gradient(x):
+        def loss(x):
+            y = log_softmax(x, axis=1, implementation="xla").reshape(2, 128, 3)
+            return jnp.sum(jnp.take_along_axis(y, ids, 1))
+
+        return jax.grad(loss)(x)
+
+    with kernels.target(interpreted=True):
+        found = jax.jit(gradient)(x)
+    cotangent = np.zeros((2, 128, 3))
+    np.put_along_axis(cotangent, ids, 1, 1)
+    assert oracle.error(found, oracle.log_softmax_cotangent(x, cotangent.reshape(3, 128, 2), 1)) <= 1
+
+
+# Several readers.
+
+# What an activation is read by first, and whether XLA then writes it.
+READERS = {
+    "a kernel": (lambda h: top_k(h, 5), True),
+    "a kernel, in another shape": (lambda h: top_k(h.reshape(2, 4, 128), 5), True),
+    "a kernel in a function": (lambda h: jax.jit(lambda h: top_k(h, 5))(h), True),
+    "a sort": (jnp.sort, True),
+    "lax.top_k": (lambda h: lax.top_k(h, 5), True),
+    "a loop": (lambda h: lax.fori_loop(0, 3, lambda i, h: -h, h), True),
+    "a barrier": (lax.optimization_barrier, True),
+    "a sum": (jnp.sum, False),
+    "a product": (lambda h: h @ h.T, False),
+    "the reference": (lambda h: logsumexp(h, axis=-1), False),
+    "a kernel that reads a part of it": (lambda h: top_k(h[:4], 5), False),
+    "a kernel that reads what follows": (lambda h: top_k(h + 1, 5), False),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_an_operand_that_another_reader_needs_in_memory_is_there(name):
+    first, is_written = READERS[name]
+
+    def both(x):
+        h = jax.nn.gelu(x)
+        return first(h), logsumexp(h, axis=-1), categorical(jax.random.key(0), h)
+
+    implementations = [d.implementation for d in explain(both, WIDE, gpu="h100")]
+    assert implementations[-2:] == ["mosaic" if is_written else "xla"] * 2
+
+
+def test_a_reader_that_is_lowered_later_is_out_of_sight():
+    def three(x):
+        h = jnp.tanh(x)
+        return logsumexp(h, axis=-1), top_k(h, 5), entropy(h)
+
+    assert [d.implementation for d in explain(three, WIDE, gpu="h100")] == ["xla", "mosaic", "mosaic"]
+
+
+def test_a_gradient_does_not_count_its_written_operand():
+    """XLA computes the gradient of the activation together with the reference."""
+
+    def loss(x):
+        h = jnp.tanh(x)
+        return jnp.sum(top_k(h, 5)[0]) + jnp.sum(logsumexp(h, axis=-1))
+
+    decisions = explain(jax.grad(loss), WIDE, gpu="h100")
+    assert [d.implementation for d in decisions if d.primitive != "top_k"] == ["mosaic", "xla"]
+
+
+def test_a_factor_is_taken_in_where_its_product_is_written():
+    """The source has half the bytes; one that is computed would have to be written, and its product is already."""
+
+    def readers(scores):
+        return top_k(scores, 5), log_softmax(scores), entropy(scores)
+
+    decisions = explain(lambda x, s: readers(x.astype(F) / s), X, S, gpu="h100")
+    assert [d.operands[0] for d in decisions] == ["float32[8,128]", "bfloat16[8,128]", "bfloat16[8,128]"]
+    decisions = explain(lambda x, s: readers(jnp.tanh(x) / s), WIDE, S, gpu="h100")
+    assert [(d.implementation, d.plan.endswith("a factor")) for d in decisions] == [("mosaic", False)] * 3
 
 
 # What is made of it.
@@ -455,6 +698,66 @@ def test_shards_behind_a_factor(op, kind, spec, per_row):
     assert (False, "bfloat16") in told  # the source, and no product
     if spec == P("data"):
         assert set(told) == {(False, "bfloat16")}
+
+
+@MESHES
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data"), P("data", "model")], ids=["rows", "columns", "both"])
+def test_shards_of_a_loss_behind_a_factor(kind, spec):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
+    module, labels, told = kernels.Local("cross_entropy", "cpu"), np.arange(0, 128, 16), []
+    module.reason = told.append
+    with kernels.plugged_in("cross_entropy", "local", lambda: module, "cpu", takes_factor=True), jax.set_mesh(mesh):
+        x, s = jax.device_put(sample("bfloat16"), NamedSharding(mesh, spec)), jnp.linspace(-2, 1, 8)[:, None]
+
+        def f(x):
+            return cross_entropy(x.astype(F) / s, labels, implementation="local")
+
+        loss, gradient = jax.jit(lambda x: (f(x), jax.grad(lambda x: jnp.sum(f(x)))(x)))(x)
+    truth = losses.cross_entropy(oracle.to64(x) / oracle.to64(s), labels)
+    of_scores = truth.gradient(np.ones(8))
+    assert oracle.error(loss, truth.loss) <= 1
+    assert oracle.error(gradient, oracle.Truth(of_scores.value / oracle.to64(s), of_scores.budget / np.abs(s))) <= 1
+    of_rows = [(problem.operands["x"].dtype.name, "divisor" in problem.operands) for problem in told]
+    assert ("bfloat16", True) in of_rows
+    assert spec != P("data") or set(of_rows) == {("bfloat16", True)}
+
+
+@MESHES
+@pytest.mark.parametrize("per_row", [False, True])
+def test_shards_of_samples_behind_a_factor(kind, per_row):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
+    module, told, x = kernels.Local("top_k", "cpu"), [], sample("bfloat16")
+    module.reason = told.append
+    s = jnp.linspace(-2, 1, 8)[:, None] if per_row else jnp.full((1, 1), 0.7)
+
+    def f(x, s):
+        return categorical(jax.random.key(0), x.astype(F) / s)
+
+    expected = jax.jit(f)(x, s)
+    with kernels.plugged_in("top_k", "local", lambda: module, "cpu", takes_factor=True), jax.set_mesh(mesh):
+        x = jax.device_put(x, NamedSharding(mesh, P("data")))
+        s = jax.device_put(s, NamedSharding(mesh, P("data") if per_row else P()))
+        found = jax.jit(f)(x, s)
+    np.testing.assert_array_equal(found, expected)
+    assert {(problem.operands["x"].dtype.name, "divisor" in problem.operands) for problem in told} == {("bfloat16", True)}
+    assert told[-1].operands["x"].shape == (2, 128)
+
+
+@MESHES
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=["rows", "columns"])
+def test_gradients_of_chosen_entries_of_shards(kind, spec):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
+    ids = np.arange(0, 128, 16)
+
+    def loss(x):
+        y = log_softmax(x, implementation="xla")
+        y = jax.sharding.reshard(y, P()) if kind == AxisType.Explicit else y
+        return jnp.sum(along_rows(y, ids))
+
+    x = sample("float32")
+    with kernels.target(interpreted=True), jax.set_mesh(mesh):
+        found = jax.jit(jax.grad(loss))(jax.device_put(x, NamedSharding(mesh, spec)))
+    assert oracle.error(found, oracle.log_softmax_cotangent(x, np.eye(128)[ids], -1)) <= 1
 
 
 def test_a_shard_map_that_the_user_writes(noting):

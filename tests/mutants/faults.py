@@ -128,7 +128,7 @@ FAULTS = (
     Fault(
         "fusion: a product with 2 is one with 1",
         f"{_CORE}/fusion.py",
-        """ == "1.000000e+00\"""",
+        ' == f"{number}.000000e+00"',
         """ != "0.000000e+00\"""",
         "tests/core/test_fusion.py -k 'known_whether or times_one'",
     ),
@@ -147,6 +147,27 @@ FAULTS = (
         "tests/core/test_fusion.py -k shards_behind",
     ),
     Fault(
+        "fusion: a scatter of several numbers to each row is one of one",
+        f"{_CORE}/fusion.py",
+        "if not is_one_each or of_indices != sorted(of_indices) or not _is_splat(zeros, 0):",
+        "if not _is_splat(zeros, 0):",
+        "tests/core/test_fusion.py -k one_number",
+    ),
+    Fault(
+        "fusion: a scatter to other rows is one to these",
+        f"{_CORE}/fusion.py",
+        " or _type(operation.results[0]).shape != shape:",
+        ":",
+        "tests/core/test_fusion.py -k other_rows",
+    ),
+    Fault(
+        "fusion: a kernel in a function reads nothing",
+        f"{_CORE}/fusion.py",
+        "if _is_read_in_memory(body.arguments[use.operand_number], functions):",
+        "if False:",
+        "tests/core/test_fusion.py -k another_reader",
+    ),
+    Fault(
         "implementation: the reference gets scores before their cast",
         f"{_CORE}/implementation.py",
         "cast = {name: a.astype(dtypes[name]) for",
@@ -159,6 +180,20 @@ FAULTS = (
         "if n_devices > 1 and operation.on_shards is OnShards.NOTHING:",
         "if operation.on_shards is OnShards.NOTHING:",
         "tests/cross_entropy/test_linear_mosaic.py -k it_is_lowered",
+    ),
+    Fault(
+        "lower: a gradient whose operand is written is left to a kernel",
+        f"{_CORE}/lower.py",
+        "if not operation.linear and fusion.is_written(",
+        "if fusion.is_written(",
+        "tests/core/test_fusion.py -k does_not_count",
+    ),
+    Fault(
+        "lower: a CPU compares with an index where it scattered",
+        f"{_CORE}/lower.py",
+        'if name == "t" and is_scores and operation.is_aligned and platforms == {"cuda"}:',
+        'if name == "t" and is_scores and operation.is_aligned:',
+        "tests/core/test_fusion.py -k chosen_entries",
     ),
     Fault(
         "lower: a forced kernel gives way where it would not pay",
@@ -194,6 +229,13 @@ FAULTS = (
         "Machine(n_devices, self.known_target)",
         "Machine(1, self.known_target)",
         "tests/attention/test_values.py -k 'queries_stay_sharded or narrow_window'",
+    ),
+    Fault(
+        "operands: a factor may differ along rows of operations with named axes",
+        f"{_CORE}/operation.py",
+        "for at, name in enumerate(names) if name is None",
+        "for at, name in enumerate(names) if name",
+        "tests/core/test_fusion.py -k sample_takes_a_factor",
     ),
     Fault(
         "operands: results have no named axes",
@@ -1018,8 +1060,8 @@ FAULTS = (
     Fault(
         "top_k implementations: the kernels are another generation's",
         f"{_TOP_K}/implementations.py",
-        "Kernels({9: _mosaic_sm90})",
-        "Kernels({8: _mosaic_sm90})",
+        "Kernels({9: _mosaic_sm90}",
+        "Kernels({8: _mosaic_sm90}",
         "tests/top_k/test_mosaic.py -k largest_entries_of_masked_rows",
     ),
     Fault(
@@ -2107,8 +2149,8 @@ FAULTS = (
     Fault(
         "loss implementations: the kernels are another generation's",
         f"{_LOSS}/implementations.py",
-        "Kernels({9: _mosaic_sm90})",
-        "Kernels({8: _mosaic_sm90})",
+        "Kernels({9: _mosaic_sm90}",
+        "Kernels({8: _mosaic_sm90}",
         "tests/cross_entropy/test_mosaic.py -k tangents_run_on",
     ),
     Fault(
@@ -2146,6 +2188,20 @@ FAULTS = (
         "return jnp.where((labels >= 0) & (labels < size), chosen, otherwise)",
         "return jnp.where(labels < size, chosen, otherwise)",
         "tests/cross_entropy/test_values.py -k no_class",
+    ),
+    Fault(
+        "losses: the score of a label lacks the factor in front",
+        f"{_LOSS}/xla.py",
+        "return capped(chosen if factor is None else chosen * factor, soft_cap)",
+        "return capped(chosen, soft_cap)",
+        "tests/cross_entropy/test_emulated.py -k factors",
+    ),
+    Fault(
+        "losses: a gradient without labels takes a factor in front",
+        f"{_LOSS}/mosaic_sm90/losses.py",
+        """problem.operation is CROSS_ENTROPY_VJP and "b" not in problem.operands""",
+        "False",
+        "tests/core/test_fusion.py -k gradients_of_losses",
     ),
     Fault(
         "losses: the slope of a cap",
@@ -2255,9 +2311,9 @@ FAULTS = (
     ),
     Fault(
         "softmax: a state is that of a product that the reference rounds to 16 bits",
-        f"{_SOFTMAX}/mosaic_sm90.py",
-        """is_rounded = problem.operands["x"].dtype.itemsize == 2 and "x" not in problem.dtypes""",
-        "is_rounded = False",
+        f"{_CORE}/problem.py",
+        """return self.is_product and self.operands["x"].dtype.itemsize == 2 and "x" not in self.dtypes""",
+        "return False",
         "tests/core/test_fusion.py -k state_of_16_bits",
     ),
     Fault(
@@ -2680,6 +2736,13 @@ FAULTS = (
         "jnp.where(search.sign < 0, -1.0, 1.0)",
         "jnp.where(search.sign < 0, 1.0, 1.0)",
         "tests/top_k/test_emulated.py -k the_largest_weights",
+    ),
+    Fault(
+        "drawing: a factor makes elements behind the end of a row large",
+        f"{_TOP_K}/mosaic_sm90/drawing.py",
+        "return scores if inside is None else jnp.where(",
+        "return scores if True else jnp.where(",
+        "tests/top_k/test_emulated.py -k behind_a_factor",
     ),
     Fault(
         "drawing: there is noise at temperature 0",

@@ -115,6 +115,37 @@ def lowered_for_cuda(f: Callable[..., Any], *avals: Any, kernels: list[str] | No
     return text
 
 
+def products_in_use(f: Callable[..., Any], *avals: Any) -> list[str]:
+    """Lists the products and quotients as large as the first operand that a program for CUDA computes and something reads.
+
+    What a gather takes is computed with it: it reads nothing else.
+    """
+    module = jax.jit(f).trace(*avals).lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
+    functions, size, found = ir.SymbolTable(module.operation), math.prod(avals[0].shape), []
+
+    def is_read(value):
+        for use in value.uses:
+            is_unused = use.owner.name == "stablehlo.reshape" and not is_read(use.owner.results[0])
+            if is_unused or use.owner.name == "stablehlo.gather":
+                continue
+            if use.owner.name != "func.call":
+                return True
+            (block,) = functions[use.owner.attributes["callee"].value].regions[0]
+            if is_read(block.arguments[use.operand_number]):
+                return True
+        return False
+
+    def visit(operation):
+        if operation.name in ("stablehlo.multiply", "stablehlo.divide"):
+            (result,) = operation.results
+            if math.prod(ir.RankedTensorType(result.type).shape) == size and is_read(result):
+                found.append(str(operation))
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+    return found
+
+
 def sizes(text, *kinds):
     """Returns the number of entries of each array of these MLIR types in a program."""
     shapes = re.findall(rf"tensor<([0-9x]+x)(?:{'|'.join(kinds)})>", text)

@@ -319,3 +319,23 @@ def test_samples_of_rows_that_blocks_share_and_their_probabilities(dtype, option
     (index, log_prob), expected = drawn(x, [DRAWN, CHECKED, AGAIN], return_log_prob=True, **options)
     np.testing.assert_array_equal(index, expected[0])
     np.testing.assert_allclose(log_prob, expected[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("cols", [70, 5003])
+@pytest.mark.parametrize(("dtype", "divides"), [("bfloat16", True), ("float32", False)])
+def test_samples_behind_a_factor_are_those_of_the_reference(dtype, divides, cols):
+    """A negative factor turns the order round; the last two make rows of NaN and rows that differ in nothing."""
+    numbers = np.float32([0.7, -1.3, 4, -0.01, np.nan, np.inf if divides else 0])[:, None]
+    x = (3 * np.random.default_rng(0).standard_normal((len(numbers), cols))).astype(jnp.dtype(dtype))
+    x[0, 3:9], x[1, 3:9] = -np.inf, np.inf
+
+    def both(implementation, x):
+        wide = x.astype(jnp.float32)
+        f = functools.partial(jaxsoftmax.categorical, jax.random.key(3), implementation=implementation)
+        scores = wide / numbers if divides else wide * numbers
+        return f(scores), *f(scores, temperature=0.5, return_log_prob=True)
+
+    found = emulated(functools.partial(both, "mosaic"), x, kernels=[DRAWN, DRAWN])
+    expected = jax.jit(functools.partial(both, "xla"))(x)
+    for actual, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(actual, other, rtol=1e-5, atol=1e-5)

@@ -32,7 +32,10 @@ def _across_devices():
 
 CROSS_ENTROPY_FAMILY = Op(
     "cross_entropy",
-    kernels={"mosaic": Kernels({9: _mosaic_sm90}), "triton": Kernels(dict.fromkeys((8, 9, 10, 12), _triton))},
+    kernels={
+        "mosaic": Kernels({9: _mosaic_sm90}, takes_factor=True),
+        "triton": Kernels(dict.fromkeys((8, 9, 10, 12), _triton)),
+    },
     reference=_reference,
     across_devices=_across_devices,
 )

@@ -67,7 +67,14 @@ def _of_rows_and_whole(operands, *, label_smoothing, **params):
 
 
 CROSS_ENTROPY = define(
-    Operation(CROSS_ENTROPY_FAMILY, "cross_entropy", (_X, _LABELS, _WHERE, _SCALE), _of_rows, problem=CrossEntropyProblem)
+    Operation(
+        CROSS_ENTROPY_FAMILY,
+        "cross_entropy",
+        (_X, _LABELS, _WHERE, _SCALE),
+        _of_rows,
+        problem=CrossEntropyProblem,
+        factor_of="x",
+    )
 )
 CROSS_ENTROPY_JVP = define(
     Operation(
@@ -87,6 +94,7 @@ CROSS_ENTROPY_VJP = define(
         _whole,
         linear=("a", "b", "c", "e"),
         problem=CrossEntropyProblem,
+        factor_of="x",
     )
 )
 CROSS_ENTROPY_GRADIENT = define(

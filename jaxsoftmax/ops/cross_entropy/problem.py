@@ -38,7 +38,7 @@ class CrossEntropyProblem(RowwiseProblem):
             read=(x.dtype.itemsize,),
             written=tuple(dtype.itemsize for dtype in self.written),
             has_mask=is_along(self.operands.get("where"), axes),
-            needs_end=self.params["soft_cap"] is not None or "scale" in self.operands or self.has_total,
+            needs_end=self.params["soft_cap"] is not None or "scale" in self.operands or self.is_product or self.has_total,
             reduces="nothing" if needs_nothing else "exponents" if self.has_entropy else "state",
             n_exchanges=0 if needs_nothing else 1 + self.has_total,
             exchanged=3 if self.has_entropy and not needs_nothing else 2,

@@ -215,9 +215,14 @@ def factors(t, lse, label_smoothing, z_loss, classes):
     }
 
 
-def chosen_score(x, labels, axes, soft_cap, dtype):
-    """Computes the scores of the labels before a scale, `[*rows, 1]` in `dtype`; NaN for a label that is no class."""
-    return capped(entry_at(x, labels, axes, jnp.nan).astype(dtype), soft_cap)
+def chosen_score(x, labels, axes, soft_cap, dtype, factor=None, divisor=None):
+    """Computes the scores of the labels before a scale, `[*rows, 1]` in `dtype`; NaN for a label that is no class.
+
+    The scores are those of `x * factor`, or of `x / divisor` as kernels compute it: times the reciprocal.
+    """
+    chosen = entry_at(x, labels, axes, jnp.nan).astype(dtype)
+    factor = factor if divisor is None else 1 / divisor
+    return capped(chosen if factor is None else chosen * factor, soft_cap)
 
 
 def capped(x, soft_cap):

@@ -24,8 +24,8 @@ from jax import lax
 
 from jaxsoftmax import online
 from jaxsoftmax._core.implementation import Refusal
-from jaxsoftmax._core.operation import FACTORS
-from jaxsoftmax._core.row_problem import RowProblem, entries
+from jaxsoftmax._core.problem import FACTORS
+from jaxsoftmax._core.row_problem import RowProblem, RowwiseProblem, entries
 from jaxsoftmax._core.target import Target, target_for
 from jaxsoftmax._gpu import rows
 from jaxsoftmax._gpu.rows.kernel import Inside, Mask, PerRow, RowKernel, RowOperand, Scalar, Whole
@@ -67,12 +67,9 @@ class SoftmaxPlan:
 
     def run(self, **operands: jax.Array | None) -> list[jax.Array]:
         problem = self.problem
-        factors = {name: operands.pop(name) for name in FACTORS if operands.get(name) is not None}
+        factors = {name: operands.pop(name, None) for name in FACTORS}
         arrays = dict.fromkeys(problem.operation.by_name) | operands
-        kernel = _KERNELS[problem.operation](problem, **arrays)
-        for name, factor in factors.items():
-            kernel = _multiplied(kernel, factor, divides=name == "divisor")
-        return rows.launch(kernel, self.row_plan)
+        return rows.launch(multiplied(_KERNELS[problem.operation](problem, **arrays), **factors), self.row_plan)
 
 
 def plan(problem: SoftmaxProblem, target: Target) -> SoftmaxPlan | Refusal:
@@ -86,8 +83,7 @@ def plan_with(plan_rows: PlanRows, problem: SoftmaxProblem, target: Target, rema
     reason = refused_rows(dtypes, problem.operands.get("where"), problem.rows)
     if reason is None and problem.devices:
         reason = _refused_devices(problem)
-    if reason is None and problem.is_product:
-        reason = _refused_product(problem)
+    reason = refused_product(problem) if reason is None else reason
     if reason is not None:
         return Refusal(reason)
     row_plan = plan_rows(problem.rows, target, devices=bool(problem.devices))
@@ -124,14 +120,13 @@ def _refused_devices(problem: SoftmaxProblem) -> str | None:
     return None if size >= least else f"one kernel for all devices pays from {least} bytes of a row in each on, got {size}"
 
 
-def _refused_product(problem: SoftmaxProblem) -> str | None:
+def refused_product(problem: RowwiseProblem) -> str | None:
     """Says why no kernel computes a product with a factor, or returns None.
 
-    Kernels round it to float32. If the program rounds it to 16 bits, and the reference computes a derivative, the saved maximum
-    must be that of the rounded scores.
+    If the program rounds the product to 16 bits, and the reference computes a derivative, the saved maximum must be that of the
+    rounded scores.
     """
-    is_rounded = problem.operands["x"].dtype.itemsize == 2 and "x" not in problem.dtypes
-    if is_rounded and ("m" in problem.operands or problem.params.get("return_state")):
+    if problem.is_rounded_product and ("m" in problem.operands or problem.params.get("return_state")):
         return "the state that derivatives need is that of a product of 16 bits"
     return None
 
@@ -279,15 +274,21 @@ def _with_state(x, m, d, t, where, scale) -> dict[str, RowOperand | None]:
     return _with_scores({"t": Whole(t, 0, jnp.float32), "m": PerRow(m), "d": PerRow(d)}, x, where, scale)
 
 
-def _multiplied(kernel: RowKernel, factor, divides: bool) -> RowKernel:
-    """Returns the kernel on the product of `x` and a factor, or its reciprocal, as the program has it: `-inf * 0` is NaN."""
+def multiplied(kernel: RowKernel, factor=None, divisor=None) -> RowKernel:
+    """Returns the kernel on the product of `x` and a factor, or the reciprocal of a divisor, if either is given.
+
+    It multiplies as the program does: `-inf * 0` is NaN.
+    """
+    if factor is None and divisor is None:
+        return kernel
+    number = factor_operand(divisor if factor is None else factor)
 
     def body(tile, x, inside, factor, **operands):
-        along = tile.along(1 / factor if divides else factor)
+        along = tile.along(factor if divisor is None else 1 / factor)
         product = apply_mask(inside, each(lambda x: x * along, x), -jnp.inf)  # beyond the end x is -inf
         return kernel.body(tile, x=product, inside=inside, **operands)
 
-    return replace(kernel, body=body, operands={**kernel.operands, "inside": Inside(), "factor": factor_operand(factor)})
+    return replace(kernel, body=body, operands={**kernel.operands, "inside": Inside(), "factor": number})
 
 
 def factor_operand(scale) -> RowOperand | None:

@@ -7,7 +7,6 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsoftmax._core.operation import FACTORS
 from jaxsoftmax._core.row_problem import RowProblem, RowwiseProblem, is_along
 
 
@@ -23,11 +22,6 @@ class SoftmaxProblem(RowwiseProblem):
     def dtype(self) -> np.dtype:
         """Dtype of the result."""
         return jnp.dtype(self.params["dtype"])
-
-    @property
-    def is_product(self) -> bool:
-        """True if the scores are a product with a factor of rows."""
-        return not self.operands.keys().isdisjoint(FACTORS)
 
     @functools.cached_property
     def whole(self) -> list[Any]:

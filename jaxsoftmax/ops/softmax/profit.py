@@ -6,7 +6,6 @@ a reason in words, or None.
 
 import jax.numpy as jnp
 
-from jaxsoftmax._core.operation import FACTORS
 from jaxsoftmax._core.row_problem import RowwiseProblem
 from jaxsoftmax.ops.softmax.primitive import LOG_SOFTMAX, LOG_SOFTMAX_VJP, LOGSUMEXP_VJP, SOFTMAX
 
@@ -73,9 +72,12 @@ def slower_if_product(problem: RowwiseProblem) -> str | None:
     The cotangent of a product is multiplied by the factor too. XLA does so while it computes the cotangent. Behind a kernel it
     would read and write the cotangent once more: two of five passes over memory, where XLA needs four at most. Not measured.
     """
-    if not problem.operands.keys().isdisjoint(FACTORS) and problem.operation in (LOG_SOFTMAX_VJP, LOGSUMEXP_VJP):
-        return f"XLA multiplies the result of {problem.operation.name} by the factor of its operand before it is in memory"
-    return None
+    return multiplied_behind(problem) if problem.is_product and problem.operation in (LOG_SOFTMAX_VJP, LOGSUMEXP_VJP) else None
+
+
+def multiplied_behind(problem: RowwiseProblem) -> str:
+    """Says that XLA applies the factor to a cotangent that it computes anyway."""
+    return f"XLA multiplies the result of {problem.operation.name} by the factor of its operand before it is in memory"
 
 
 def is_wide(problem: RowwiseProblem) -> bool:

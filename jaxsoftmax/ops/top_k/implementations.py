@@ -18,4 +18,4 @@ def _reference():
     return xla
 
 
-TOP_K_FAMILY = Op("top_k", kernels={"mosaic": Kernels({9: _mosaic_sm90})}, reference=_reference)
+TOP_K_FAMILY = Op("top_k", kernels={"mosaic": Kernels({9: _mosaic_sm90}, takes_factor=True)}, reference=_reference)

@@ -96,12 +96,13 @@ def _results(*names):
     return lambda return_state, **params: (*results, *_STATE[: 2 * return_state])
 
 
-def _operation(name, operands, types, results, linear=(), with_batch="x") -> Operation:
+def _operation(name, operands, types, results, linear=(), with_batch="x", factor_of="") -> Operation:
     """Describes an operation whose reference runs on shards, too: XLA would gather the rows of a `lax.top_k`."""
     # A reference that sorts whole rows would gather nothing. But jax 0.11.2 partitions its gradient wrongly if columns
     # are sharded and another mesh axis is idle.
     problem, on_shards = functools.partial(TopKProblem, with_batch=with_batch), OnShards.EVERYTHING
-    return Operation(TOP_K_FAMILY, name, operands, types, results, linear=linear, problem=problem, on_shards=on_shards)
+    options = {"linear": linear, "problem": problem, "on_shards": on_shards, "factor_of": factor_of}
+    return Operation(TOP_K_FAMILY, name, operands, types, results, **options)
 
 
 TOP_K = define(_operation("top_k", (_X, _WHERE, _SCALE), _top_k_types, _results("values", "indices")))
@@ -113,6 +114,7 @@ CATEGORICAL = define(
         _categorical_types,
         _results("index"),
         with_batch="row",
+        factor_of="x",
     )
 )
 SOFTMAX_TOP_K_JVP = define(

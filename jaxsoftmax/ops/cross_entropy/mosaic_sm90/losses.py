@@ -22,6 +22,7 @@ from jax import lax
 
 from jaxsoftmax import online
 from jaxsoftmax._core.implementation import Refusal
+from jaxsoftmax._core.problem import FACTORS
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu import fused, rows
 from jaxsoftmax._gpu.rows.kernel import Inside, Mask, PerRow, RowKernel, Whole
@@ -35,12 +36,14 @@ from jaxsoftmax.ops.softmax.mosaic_sm90 import (
     apply_mask,
     directed,
     factor_operand,
+    multiplied,
+    refused_product,
     refused_rows,
     select,
     undirected,
     weights_of_state,
 )
-from jaxsoftmax.ops.softmax.profit import slower_rows
+from jaxsoftmax.ops.softmax.profit import multiplied_behind, slower_rows
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class LossPlan:
     remark = None
 
     def describe(self) -> str:
-        return self.row_plan.describe()
+        return self.row_plan.describe() + (", times a factor" if self.problem.is_product else "")
 
     def run(self, **operands: jax.Array | None) -> Any:
         arrays = dict.fromkeys(self.problem.operation.by_name) | operands
@@ -68,7 +71,8 @@ def plan(problem: CrossEntropyProblem, target: Target) -> LossPlan | Refusal:
     dtypes = [problem.operands["x"].dtype]
     if problem.operation is not CROSS_ENTROPY_GRADIENT:
         dtypes.append(jnp.dtype(problem.params["dtype"]))
-    if (reason := refused_rows(dtypes, problem.operands.get("where"), problem.rows)) is not None:
+    reason = refused_rows(dtypes, problem.operands.get("where"), problem.rows) or refused_product(problem)
+    if reason is not None:
         return Refusal(reason)
     row_plan = plan_rows(problem.rows, target)
     if isinstance(row_plan, Refusal):
@@ -78,11 +82,21 @@ def plan(problem: CrossEntropyProblem, target: Target) -> LossPlan | Refusal:
         return Refusal(f"no kernel computes {sums} for rows of {problem.rows.cols} entries")
     if problem.has_entropy and problem.has_total:
         return Refusal("no kernel computes both the entropy and the sum of the scores")
-    reason = slower_rows(problem, wins_if_wide=False)
+    reason = slower_rows(problem, wins_if_wide=False) or _slower_if_product(problem)
     return LossPlan(problem, row_plan) if reason is None else Refusal(reason, LossPlan(problem, row_plan))
 
 
-def _cross_entropy(plan: LossPlan, x, labels, where, scale):
+def _slower_if_product(problem: CrossEntropyProblem) -> str | None:
+    """Checks for a gradient behind a factor that XLA computes in one pass.
+
+    If labels have a part in it, the reference writes the gradient, and adds to it at the labels, before XLA multiplies it. It
+    then passes over memory as often as a kernel and the product behind it. Not measured.
+    """
+    is_one_pass = problem.operation is CROSS_ENTROPY_VJP and "b" not in problem.operands
+    return multiplied_behind(problem) if problem.is_product and is_one_pass else None
+
+
+def _cross_entropy(plan: LossPlan, x, labels, where, scale, **factors):
     """Computes `nll`, `lse`, and what is asked for: the sum of the scores, the entropy, and the state `(m, d)`."""
     problem, params = plan.problem, plan.problem.params
     soft_cap, return_total = params["soft_cap"], problem.has_total
@@ -104,10 +118,10 @@ def _cross_entropy(plan: LossPlan, x, labels, where, scale):
         return [online.shift(state.m), state.d, *sums]
 
     per_row = [jnp.float32] * (2 + return_total + problem.has_entropy)
-    m, d, *sums = _launch(plan, "cross_entropy_forward", body, x, where, scale, {}, per_row=per_row)
+    m, d, *sums = _launch(plan, "cross_entropy_forward", body, x, where, scale, {}, per_row=per_row, **factors)
     if return_total and scale is not None:
         sums[0] *= jnp.abs(scale)
-    chosen = xla.chosen_score(x, labels, params["axes"], soft_cap, m.dtype)
+    chosen = xla.chosen_score(x, labels, params["axes"], soft_cap, m.dtype, **factors)
     options = {"dtype": params["dtype"], "return_state": params["return_state"], "return_entropy": problem.has_entropy}
     return xla.results_of(labels, m, d, chosen, *sums, scale=scale, **options)
 
@@ -124,12 +138,13 @@ def _cross_entropy_vjp(plan: LossPlan, x, where, scale, **of_rows):
         weights = _weights(tile, _scores(tile, x, None, None, soft_cap), m, d, where, scale, numbers["a"], numbers["e"])
         return [_gradient(tile, x, weights, numbers, labels, where, None if of_scores else soft_cap)]
 
+    factors = {name: of_rows.pop(name) for name in FACTORS if name in of_rows}
     replaced = "x" if params.get("replaces", False) and x.dtype == params["dtype"] else None
     if replaced:  # in a loop XLA must not fuse the kernel: see `_cross_entropy_gradient`
         x, *arrays = lax.optimization_barrier((x, *of_rows.values()))
         of_rows = dict(zip(of_rows, arrays, strict=True))
     of_rows = {name: None if array is None else PerRow(array) for name, array in of_rows.items()}
-    (gradient,) = _launch(plan, "cross_entropy_vjp", body, x, where, scale, of_rows, replaced=replaced)
+    (gradient,) = _launch(plan, "cross_entropy_vjp", body, x, where, scale, of_rows, replaced=replaced, **factors)
     return lax.optimization_barrier(gradient) if replaced else gradient
 
 
@@ -196,14 +211,14 @@ _RUN = {
 }
 
 
-def _launch(plan: LossPlan, name: str, body, x, where, scale, of_rows, per_row=(), replaced=None) -> list[jax.Array]:
+def _launch(plan: LossPlan, name: str, body, x, where, scale, of_rows, per_row=(), replaced=None, **factors) -> list[jax.Array]:
     problem = plan.problem
     operands = {"x": Whole(x, -jnp.inf, jnp.float32), **of_rows}
     operands["inside"] = Inside() if problem.rows.needs_end else None
     operands["where"] = None if where is None else Mask(where)
     operands["scale"] = factor_operand(scale)
     kernel = RowKernel(f"{name}_mosaic", body, operands, problem.rows, problem.written, per_row, replaced)
-    return rows.launch(kernel, plan.row_plan)
+    return rows.launch(multiplied(kernel, **factors), plan.row_plan)
 
 
 def _scores(tile, x, inside, where, soft_cap):

@@ -56,6 +56,8 @@ def _plan_samples(problem: TopKProblem, target: Target) -> Plan | Refusal:
         return Refusal(reason)
     if "where" in problem.operands:
         return Refusal("it takes no where")
+    if problem.is_product and (problem.is_rounded_product or not _is_plain_draw(problem)):
+        return Refusal("with a factor it takes no filters, and no product of 16 bits")
     return _unless_refused(plan_sampling(problem, target), target, _slower_samples(problem))
 
 
@@ -132,8 +134,12 @@ def _slower_samples(problem: TopKProblem) -> str | None:
     """Says why XLA should be faster at samples, or returns None."""
     if math.prod(problem.operands["x"].shape[:-1]) < problem.rows:
         return "the kernel would have a copy of the logits for each of their samples"
-    is_search = problem.operands.keys().isdisjoint(("top_p", "min_p"))
-    return _computed_with_producer(problem) if is_search and "x" in problem.fused else None
+    return _computed_with_producer(problem) if _is_plain_draw(problem) and "x" in problem.fused else None
+
+
+def _is_plain_draw(problem: TopKProblem) -> bool:
+    """Tells whether `categorical` draws among all entries: one kernel then reads the row, once."""
+    return problem.operands.keys().isdisjoint(("top_p", "min_p"))
 
 
 def _computed_with_producer(problem: TopKProblem) -> str:

@@ -13,7 +13,7 @@ which is why short rows take longer for their length.
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -208,6 +208,9 @@ class Drawing:
         self.row, self.of_row = row, {name: number_of_row(ref, row.memory.row) for name, ref in of_row.items()}
         self.inverse, self.noise = self.of_row.get("inverse"), self.of_row.get("noise")  # None for 1
         self.elements = row.memory.read(x_ref, -jnp.inf, jnp.dtype(jnp.float32))
+        self.factor = self.of_row.get("factor", 1 / self.of_row["divisor"] if "divisor" in self.of_row else None)
+        # Products are in float32 as soon as they are loaded.
+        self.scores = self.elements if self.factor is None else replace(self.elements, of=self.elements.dtype)
         self.step_cols, self.layout = row_plan.step_cols, row_plan.layout
         self.place = row.tile.column(0)
         self.winner = Winner(best, row_plan.cols, row.plan.blocks)
@@ -223,14 +226,32 @@ class Drawing:
         least = jnp.where(least == least, jnp.minimum(least, 1), -1)  # NaN keeps all
         return Filter(_min_p_keeps, (self.of_row["m"], least, *inverse))
 
+    def multiplied(self, sweep: Sweep) -> Sweep:
+        """Returns the sweep with elements that are multiplied as they are loaded, if there is a factor."""
+        factor = self.factor
+        if factor is None:
+            return sweep
+        inside = None if sweep.is_whole else self.row.memory.inside()  # beyond the end they are -inf
+
+        def product(step, elements):
+            scores = self.elements.converted(elements) * factor
+            return scores if inside is None else jnp.where(inside(step), scores, jnp.full_like(scores, -jnp.inf))
+
+        def load(index=None):
+            if index is not None:
+                return product(sweep.steps[index], sweep.load(index))
+            return list(map(product, sweep.steps, sweep.load()))
+
+        return replace(sweep, load=load)
+
     def tops(self, loaded) -> tuple[jax.Array, list[jax.Array]]:
         """Returns the maxima at each place, or NaN: of all steps, in float32, and of each group of steps, as in memory.
 
         The random halves of the first group are the lower ones of their words, and those of the second the upper ones.
         """
-        larger = self.elements.maximum if self.elements.in_words else functools.partial(functools.reduce, jnp.maximum)
+        larger = self.scores.maximum if self.scores.in_words else functools.partial(functools.reduce, jnp.maximum)
         groups = [larger(loaded[i : i + noise.WORDS]) for i in range(0, len(loaded), noise.WORDS)]
-        return self.elements.converted(larger(groups)), groups
+        return self.scores.converted(larger(groups)), groups
 
     def draw(self, sweep: Sweep, tops, kept: Filter | None = None) -> None:
         """Draws among the elements of a sweep that `kept` keeps, or among all; `tops` are their maxima.

@@ -27,6 +27,7 @@ from jaxlib.mlir.dialects import arith
 
 from jaxsoftmax import online
 from jaxsoftmax._core.implementation import Plan, Refusal
+from jaxsoftmax._core.problem import FACTORS
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu import sync
 from jaxsoftmax._gpu.emit import SCALAR, WARP, address_of, emit, integer, utils
@@ -48,7 +49,8 @@ from jaxsoftmax.ops.top_k.mosaic_sm90.sweeps import (
 )
 from jaxsoftmax.ops.top_k.problem import TopKProblem
 
-_OF_ROWS = ("row", "key0", "key1", "inverse", "noise", "top_p", "min_p")  # operands of one number for each row, or for all
+# Operands of one number for each row, or for all.
+_OF_ROWS = ("row", "key0", "key1", "inverse", "noise", "top_p", "min_p", *FACTORS)
 _MAX_REDRAW_BLOCKS = 4  # that share a row which is drawn again: few rows are
 _REDRAW_BLOCKS_AT_A_TIME = 2  # of a multiprocessor, as threads of that kernel have up to 255 registers
 _WINDOW = 16  # rows of a thread that looks which are rejected
@@ -92,7 +94,7 @@ class SamplingPlan:
         steps = [self.draw.describe()]
         steps += ["samples are checked, and drawn again if rejected"] if self.check is not None else []
         steps += ["maxima are found first"] if self.state is not None else []
-        return "; ".join(steps)
+        return "; ".join(steps) + (", times a factor" if self.problem.is_product else "")
 
     @property
     def shared_memory(self) -> int:
@@ -206,10 +208,11 @@ def _draw(plan: SamplingPlan, x, of_rows) -> list[jax.Array]:
         await_cluster(sweeps)
 
         def visit(sweep, carry):
+            sweep = drawing.multiplied(sweep)
             loaded = sweep.load()
             tops = drawing.tops(loaded)
             if states is not None:
-                carry = states.push(carry, list(map(drawing.elements.converted, loaded)), tops[0])
+                carry = states.push(carry, list(map(drawing.scores.converted, loaded)), tops[0])
             drawing.draw(sweep, tops, drawing.min_p_filter() if "min_p" in of_rows else None)
             return carry
 
