@@ -20,6 +20,7 @@ from jaxsoftmax._report.call import KERNELS
 from jaxsoftmax._report.truth import EPS, TINY, Truth, half_unit, to64
 from jaxsoftmax._report.truth import attention as attention_truth
 from jaxsoftmax._report.truth import cross_entropy as losses_truth
+from jaxsoftmax._report.truth import divergence as divergence_truth
 from jaxsoftmax._report.truth import top_k as order
 from jaxsoftmax.ops.attention import dropout
 
@@ -196,6 +197,9 @@ def _loss_cases() -> list[Case]:
         _linear("float32", (70, 64, 513)),
         _linear("bfloat16", (200, 128, 576), reduction="none"),
         _linear("float16", (130, 192, 264), reduction="none"),
+        _divergences("float32", (64, 1000)),
+        _divergences("bfloat16", (33, 50257), "outliers", p_scale=0.5, q_scale=0.5),
+        _divergences("float16", (64, 513), what="where", masked=True),
     ]
 
 
@@ -222,6 +226,23 @@ def _losses(dtype: str, shape: tuple[int, int], kind="", *, what="", masked=Fals
         return [losses.loss, losses.gradient(arrays["cotangents"][0])]
 
     return Case("cross_entropy", dtype, shape, f"{what} {kind}".strip(), options, ("logits",), inputs, judges)
+
+
+def _divergences(dtype: str, shape: tuple[int, int], kind="", *, what="", masked=False, **options: Any) -> Case:
+    """Divergences of two softmaxes and the gradients of both arrays of logits."""
+
+    def inputs():
+        arrays: dict[str, Any] = {"p_logits": _numbers(shape, dtype, kind), "q_logits": _numbers(shape, dtype, kind, seed=1)}
+        arrays["cotangents"] = [np.random.default_rng(1).standard_normal(shape[0]).astype(np.float32)]
+        return arrays | ({"where": _mask(shape)} if masked else {})
+
+    def judges(ran, arrays):
+        scales = {"scale": options.get("p_scale"), "y_scale": options.get("q_scale")}
+        found = divergence_truth.kl_divergence(arrays["p_logits"], arrays["q_logits"], where=arrays.get("where"), **scales)
+        return [found.value, *found.gradients(arrays["cotangents"][0])]
+
+    words, moving = f"{what} {kind}".strip(), ("p_logits", "q_logits")
+    return Case("kl_divergence", dtype, shape, words, options, moving, inputs, judges)
 
 
 def _linear(dtype: str, shape: tuple[int, int, int], reduction: str = "mean") -> Case:

@@ -29,8 +29,8 @@ class Fault:
 
 
 _REPORT = ("__init__", "bench", "call", "cases", "check", "clock", "installed", "progress", "rows")
-_OPS = ("attention", "cross_entropy", "softmax", "top_k")
-_TRUTH = ("__init__", "attention", "cross_entropy", "top_k")
+_OPS = ("attention", "cross_entropy", "divergence", "softmax", "top_k")
+_TRUTH = ("__init__", "attention", "cross_entropy", "divergence", "top_k")
 # Modules without a fault, by the reason.
 EXEMPT = {
     "jaxsoftmax/__init__.py": "it imports names",
@@ -42,7 +42,7 @@ EXEMPT = {
 }
 
 _CORE, _GPU, _ROWS, _TRITON = "jaxsoftmax/_core", "jaxsoftmax/_gpu", "jaxsoftmax/_gpu/rows", "jaxsoftmax/_triton"
-_ATTENTION, _LOSS, _SOFTMAX, _TOP_K = (f"jaxsoftmax/ops/{op}" for op in _OPS)
+_ATTENTION, _LOSS, _DIVERGENCE, _SOFTMAX, _TOP_K = (f"jaxsoftmax/ops/{op}" for op in _OPS)
 _MOSAIC = f"{_ATTENTION}/mosaic_sm90"
 _CONTEXT = f"{_ATTENTION}/context_parallel"
 
@@ -592,7 +592,7 @@ FAULTS = (
     Fault(
         "tile: two exchanges have one place",
         f"{_ROWS}/tile.py",
-        "slots = [self.exchange.at[number % 2 * 2 + i] for i in range(len(parts))]",
+        "slots = [self.exchange.at[number % 2 * plan.exchanged + i] for i in range(len(parts))]",
         "slots = [self.exchange.at[0] for i in range(len(parts))]",
         "tests/core/test_row_engine.py -k 'the_state_alone_is'",
     ),
@@ -2103,6 +2103,69 @@ FAULTS = (
         "_, sums[-1] = online.lower_exponents(",
         "_, _ = online.lower_exponents(",
         "tests/cross_entropy/test_log_probs.py -k classes_in_a_shard_map",
+    ),
+    Fault(
+        "divergences: the share of a mixture may be above 1",
+        f"{_DIVERGENCE}/api.py",
+        "if not 0 <= weight <= 1:",
+        "if not 0 <= weight:",
+        "tests/divergence/test_js.py -k bad_weights",
+    ),
+    Fault(
+        "divergences: the tangent has no mean",
+        f"{_DIVERGENCE}/primitive.py",
+        "tangent = a - b * mean + c if moves else a + c",
+        "tangent = a + c",
+        "tests/divergence/test_kl.py -k transformations",
+    ),
+    Fault(
+        "divergences: sums of weights do not count",
+        f"{_DIVERGENCE}/xla.py",
+        "sums / d + jnp.log(y_d / d)",
+        "sums / d",
+        "tests/divergence/test_kl.py -k of_the_reference",
+    ),
+    Fault(
+        "divergences: a class that one softmax leaves out adds nothing to that of a mixture",
+        f"{_DIVERGENCE}/xla.py",
+        "log_v + distance), -log_w)",
+        "log_v + distance), 0)",
+        "tests/divergence/test_js.py -k special_rows",
+    ),
+    Fault(
+        "divergences: warps have places for two numbers",
+        f"{_DIVERGENCE}/problem.py",
+        "exchanged=2 if needs_nothing else 5,",
+        "exchanged=2,",
+        "tests/divergence/test_kl.py -k of_kernels",
+    ),
+    Fault(
+        "divergences: kernels are those of Ampere",
+        f"{_DIVERGENCE}/implementations.py",
+        "Kernels({9: _mosaic_sm90})",
+        "Kernels({8: _mosaic_sm90})",
+        "tests/divergence/test_kl.py -k run_unless",
+    ),
+    Fault(
+        "divergences: a kernel adds the weights of both in the gradient",
+        f"{_DIVERGENCE}/mosaic_sm90.py",
+        "of_other * jnp.exp(v) - of_less * weight",
+        "of_other * jnp.exp(v) + of_less * weight",
+        "tests/divergence/test_kl.py -k of_kernels",
+    ),
+    Fault(
+        "divergences: differences are those of one device",
+        f"{_DIVERGENCE}/across_devices.py",
+        "jnp.sum(sums, 0)",
+        "sums[0]",
+        "tests/divergence/test_kl.py -k classes_in_a_shard_map",
+    ),
+    Fault(
+        "divergences: differences keep the maxima of their warp",
+        "jaxsoftmax/online.py",
+        "product(sums, factor) + d * step, 0)",
+        "product(sums, factor), 0)",
+        "tests/divergence/test_kl.py -k of_kernels",
     ),
     Fault(
         "losses: a tangent of scores is multiplied by the scale",

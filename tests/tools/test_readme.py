@@ -84,7 +84,7 @@ def call(op: str, x, **options):
     """Calls a public function with one array and labels, or with the same array for every operand."""
     labels = jnp.zeros(x.shape[:1], jnp.int32)
     others = {"dot_product_attention": [x, x], "cross_entropy": [labels], "linear_cross_entropy": [x, labels]}
-    others["log_probs"] = [labels]
+    others |= {"log_probs": [labels], "kl_divergence": [x], "js_divergence": [x]}
     others["paged_attention"] = [x, x, labels[:, None], labels + x.shape[1]]  # a page of as many keys
     others |= {"top_k": [4], "softmax_top_k": [4]}
     if op == "categorical":
@@ -95,6 +95,10 @@ def call(op: str, x, **options):
     function = getattr(cache if op in cache.__all__ else jaxsoftmax, op)
     result = function(x, *others.get(op, []), **options)
     return result[0] if op.endswith("top_k") else result
+
+
+# The primitives that public functions of other names run.
+RUN = {"js_divergence": "logsumexp"} | dict.fromkeys(("log_probs", "entropy"), "cross_entropy")
 
 
 @pytest.fixture
@@ -145,9 +149,9 @@ def test_the_support_matrix_is_what_dispatch_says(row, step):
                     assert outer == [("linear_cross_entropy", "xla")], (platform, dtype)
                     assert (op, primitive) == ("linear_cross_entropy", "cross_entropy"), (platform, dtype)
                 else:
-                    assert primitive == (op if op not in ("log_probs", "entropy") else "cross_entropy"), (platform, dtype)
+                    assert primitive == RUN.get(op, op), (platform, dtype)
             else:
-                with pytest.raises((TypeError, NotImplementedError), match=f"{op}|{folder(op)}"):
+                with pytest.raises((TypeError, NotImplementedError), match=f"{op}|{folder(op)}|{RUN.get(op, op)}"):
                     explain(forced, x, platform=platform)
 
 
@@ -165,9 +169,9 @@ def test_every_dtype_of_the_support_matrix_runs(row):
     by_dtype = results(operands)
     for dtype, x in operands.items():
         y = by_dtype[dtype]
-        of_rows = op.endswith(("logsumexp", "cross_entropy", "log_probs", "entropy", "categorical"))
+        of_rows = op.endswith(("logsumexp", "cross_entropy", "log_probs", "entropy", "divergence", "categorical"))
         assert y.shape == (SHAPE[:1] if of_rows else (*SHAPE[:1], 4) if folder(op) == "top_k" else x.shape), dtype
-        inexact = jnp.issubdtype(dtype, jnp.inexact) and folder(op) != "cross_entropy"
+        inexact = jnp.issubdtype(dtype, jnp.inexact) and folder(op) not in ("cross_entropy", "divergence")
         floating = x.dtype if inexact or op == "top_k" else jnp.float64 if x.dtype.itemsize == 8 else jnp.float32
         assert y.dtype == (jnp.int32 if op == "categorical" else floating), dtype
         assert np.isfinite(np.asarray(y).astype(np.complex64)).all(), dtype
