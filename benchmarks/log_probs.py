@@ -1,8 +1,9 @@
-"""The cells of entropies and of log-probabilities of chosen classes, from one read of the logits.
+"""The cells of entropies, of log-probabilities of chosen classes, and of divergences, from one read of the logits.
 
 `bytes` are those of the logits, which forward reads once; backward reads them once more, and writes as many. Those of ids and
 results are not counted. A gradient is that for a cotangent of each result. `ppo` is the loss of PPO from logits, the mean over
-rows of a clipped ratio and an entropy, with its gradient.
+rows of a clipped ratio and an entropy, with its gradient. `kl` is the divergence of two arrays of logits, with the gradient by
+those that the option `by` names; it reads both arrays in each pass, and writes the gradients.
 
 Cells with the option `divided` are softmax and its kin of `logits / T`, with a T for each row: a kernel takes the quotient
 in. Beside them stand `jax.nn` of the same, and ours of the logits alone.
@@ -20,12 +21,14 @@ from benchmarks.cells import OURS, Cell, Contender, library
 from benchmarks.softmax import DTYPES, ELEMENTS, copy_cell, one_array, sums
 from tests.support import oracle as oracle_of_softmax
 from tests.support.cross_entropy import oracle
+from tests.support.divergence import oracle as oracle_of_divergence
 
 SHAPES = ((8192, 151936), (16384, 50257), (65536, 4096))
 DIVIDED = ((1024, 512), (65536, 512), (8192, 4096), (65536, 4096), (65536, 16384))
 OPS = ("softmax", "log_softmax", "logsumexp")
 SCALES = ("", "scale=0.7", "scales=1")  # none, one number, a number for each row
 CLIP, BONUS = 0.2, 0.01  # of PPO
+BY = ("", "p", "q", "pq")  # the arrays by which divergences are differentiated
 
 
 def cells(shapes: tuple[tuple[int, int], ...] = SHAPES) -> list[Cell]:
@@ -37,6 +40,7 @@ def cells(shapes: tuple[tuple[int, int], ...] = SHAPES) -> list[Cell]:
                 found.append(entropy_cell(dtype, shape, backward))
                 found += [log_probs_cell(dtype, shape, backward, scale) for scale in SCALES]
             found.append(ppo_cell(dtype, shape))
+            found += [kl_cell(dtype, shape, by) for by in BY]
     divided = DIVIDED if shapes is SHAPES else shapes
     return [*found, *(divided_cell(op, dtype, shape) for op in OPS for shape in divided for dtype in DTYPES)]
 
@@ -170,6 +174,40 @@ def ppo_cell(dtype: str, shape: tuple[int, int]) -> Cell:
 
     contenders = (Contender(OURS, lambda: ours), Contender("jax.numpy", lambda: of_jax))
     return Cell("ppo", "forward+backward", dtype, shape, "", _bytes(dtype, shape, True), with_old, contenders, truth)
+
+
+def kl_cell(dtype: str, shape: tuple[int, int], by: str = "") -> Cell:
+    """Returns the cell of the divergence of two arrays, with the gradient by none, one or both of them."""
+
+    def inputs(key, hurtful):
+        keys = jax.random.split(jax.random.fold_in(key, 4))
+        arrays = (*one_array(shape, dtype)(key, hurtful), *one_array(shape, dtype)(keys[0], False))
+        return *arrays, jax.random.normal(keys[1], shape[:1])
+
+    def with_gradients(f):
+        def run(x, y, cotangent):
+            if not by:
+                return (f(x, y),)
+            moving = {name: array for name, array in (("p", x), ("q", y)) if name in by}
+            value, pull = jax.vjp(lambda moving: f(moving.get("p", x), moving.get("q", y)), moving)
+            return value, *pull(cotangent)[0].values()
+
+        return lambda: run
+
+    def of_jax(x, y):
+        log_p, log_q = (jax.nn.log_softmax(each.astype(jnp.float32)) for each in (x, y))
+        p = jnp.exp(log_p)
+        return jnp.sum(p * jnp.where(p > 0, log_p - log_q, 0), -1)
+
+    def truth(x, y, cotangent):
+        found = oracle_of_divergence.kl_divergence(x, y)
+        gradients: dict[str, Any] = dict(zip("pq", found.gradients(cotangent), strict=True)) if by else {}
+        return [found.value, *(gradients[name] for name in by)]
+
+    contenders = (Contender(OURS, with_gradients(library.kl_divergence)), Contender("jax.numpy", with_gradients(of_jax)))
+    moved = (4 + len(by) if by else 2) * math.prod(shape) * jnp.dtype(dtype).itemsize
+    pass_, options = ("forward+backward", f"by={by}") if by else ("forward", "")
+    return Cell("kl", pass_, dtype, shape, options, moved, inputs, contenders, truth)
 
 
 def divided_cell(op: str, dtype: str, shape: tuple[int, int]) -> Cell:

@@ -592,8 +592,8 @@ FAULTS = (
     Fault(
         "tile: two exchanges have one place",
         f"{_ROWS}/tile.py",
-        "slots = [self.exchange.at[number % 2 * plan.exchanged + i] for i in range(len(parts))]",
-        "slots = [self.exchange.at[0] for i in range(len(parts))]",
+        "[self.exchange.at[number % 2 * most + i] for i in range(count)]",
+        "[self.exchange.at[0] for i in range(count)]",
         "tests/core/test_row_engine.py -k 'the_state_alone_is'",
     ),
     Fault(
@@ -2326,8 +2326,8 @@ FAULTS = (
     Fault(
         "softmax on devices: a scale that varies is forgotten in the derivative",
         f"{_SOFTMAX}/across_devices.py",
-        "sharding.varying(tangent, tuple(sorted(compat.varying(lse))))",
-        "tangent",
+        "sharding.varying(t, tuple(sorted(compat.varying(result))))",
+        "t",
         "tests/core/test_sharding.py -k scale_that_varies",
     ),
     Fault(

@@ -225,7 +225,7 @@ class ColumnTile(Tile):
         two buffers, as those of `RowTile`.
         """
         plan = self.memory.plan
-        slots = [self.exchange.at[number % 2 * plan.exchanged + i] for i in range(len(parts))]
+        slots = self.places_of_exchange(number, len(parts))
         width = WARPS * plan.width
         for slot, part in zip(slots, parts, strict=True):
             compat.store(slot.at[pl.ds(self.memory.warpgroup() * width, width)], part)

@@ -342,6 +342,13 @@ class Tile:
         """Merges what `lift_differences` returns to that of the rows, in the exchange of this number."""
         raise NotImplementedError
 
+    def places_of_exchange(self, number: int, count: int) -> list[Any]:
+        """Returns where warps put `count` values each in the exchange of this number: exchanges take turns with two buffers."""
+        most = self.memory.plan.exchanged
+        if count > most:
+            raise AssertionError(f"warps exchange up to {most} values at one time, and not {count}")
+        return [self.exchange.at[number % 2 * most + i] for i in range(count)]
+
     # Steps.
 
     def store(self, results: Sequence[tuple[Any, Steps]]) -> None:
@@ -495,7 +502,7 @@ class RowTile(Tile):
         so all warps have read what was written two before.
         """
         plan, warpgroup = self.memory.plan, self.memory.warpgroup()
-        slots = [self.exchange.at[number % 2 * plan.exchanged + i] for i in range(len(parts))]
+        slots = self.places_of_exchange(number, len(parts))
         if plan.cluster > 1:
             warpgroup = self.memory.rank * plan.warpgroups + warpgroup
             if number == 0:
