@@ -29,7 +29,7 @@ class DivergenceProblem(RowwiseProblem):
             written=tuple(dtype.itemsize for dtype in self.written),
             has_mask=is_along(self.operands.get("where"), axes),
             needs_end=not self.operands.keys().isdisjoint(("scale", "y_scale")),
-            reduces="nothing" if needs_nothing else "state",
+            reduces="nothing" if needs_nothing else "exponents",
             n_exchanges=0 if needs_nothing else 1,
             exchanged=2 if needs_nothing else 5,
         )
