@@ -440,6 +440,8 @@ def divergence_cases() -> Iterator[Case]:
     operations = [(KL_DIVERGENCE, {"return_state": True}), *((KL_DIVERGENCE_VJP, {"by": by}) for by in ("x", "y", "xy"))]
     dtypes = [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]
     for (operation, options), (dtype, y_dtype), masked in itertools.product(operations, dtypes, (False, True, "end")):
+        if masked is not False and (options.get("by") in ("x", "y") or dtype != y_dtype):
+            continue
         for inner, cols in itertools.product((1, 16, 1024), widths()):
             if inner > 1 and (cols % 8 or cols > 2**22):
                 continue

@@ -111,23 +111,28 @@ class StagedPlan(RowPlan):
 
 def launch(kernel: RowKernel, plan: StagedPlan) -> list[jax.Array]:
     """Runs a kernel on short rows, some of them in each block."""
-    n_rows, dtypes = kernel.problem.outer, [jnp.dtype(dtype) for dtype in kernel.whole]
+    n_rows, free = kernel.problem.outer, {name: array.dtype for name, array in kernel.whole_arrays.items()}
     # A result goes through the slot of an operand of its dtype: each thread writes what it alone has read.
-    shared = next((name for name, array in kernel.whole_arrays.items() if dtypes == [array.dtype]), None)
+    shared: list[str | None] = []
+    for dtype in map(jnp.dtype, kernel.whole):
+        shared.append(next((name for name, own in free.items() if own == dtype), None))
+        free.pop(str(shared[-1]), None)
 
     def run(*refs):
         operands, results, scratch = kernel.split(refs)
         slots = dict(zip(kernel.whole_arrays, scratch.slots, strict=False))
         memory = StagedMemory(plan, lax.axis_index("block") * jnp.int32(plan.block_rows), n_rows)
         memory.copy_in([operands[name] for name in slots], list(slots.values()), [])
-        targets = [slots[shared]] if shared else scratch.slots[len(slots) :]
+        others = iter(scratch.slots[len(slots) :])
+        targets = [next(others) if name is None else slots[name] for name in shared]
         tile = StagedTile(memory, scratch.exchange, scratch.arrivals, scratch.order)
         values = kernel.load(tile, operands, slots, rows_last=True)  # last, because copies are waited for then
-        kernel.store(tile, [*targets, *results[len(dtypes) :]], kernel.body(tile, **values))
-        if dtypes:
-            memory.copy_out(targets, results[: len(dtypes)])
+        kernel.store(tile, [*targets, *results[len(targets) :]], kernel.body(tile, **values))
+        if targets:
+            memory.copy_out(targets, results[: len(targets)])
 
-    in_slots = [array.dtype for array in kernel.whole_arrays.values()] + ([] if shared else dtypes)
+    in_slots = [array.dtype for array in kernel.whole_arrays.values()]
+    in_slots += [dtype for dtype, name in zip(kernel.whole, shared, strict=True) if name is None]
     scratch = Scratch([plgpu.SMEM(plan.slot_shape, dtype) for dtype in in_slots])
     is_sequential, blocks = kernel.may_start_inside_a_vector, pl.cdiv(n_rows, plan.block_rows)
     return kernel.call(run, plan, plan.view(n_rows), scratch, blocks=blocks, is_sequential=is_sequential)
