@@ -137,7 +137,7 @@ def ppo_cell(dtype: str, shape: tuple[int, int]) -> Cell:
     def loss_of(log_p, entropy, old, advantages):
         ratio = jnp.exp(log_p - old)
         clipped = jnp.clip(ratio, 1 - CLIP, 1 + CLIP)
-        return -jnp.mean(jnp.minimum(ratio * advantages, clipped * advantages) + BONUS * entropy)
+        return -jnp.sum(jnp.minimum(ratio * advantages, clipped * advantages) + BONUS * entropy) / shape[0]  # of all rows
 
     def truth(x, ids, scale, old, advantages):
         del scale
