@@ -411,3 +411,28 @@ def test_native_rows_along_another_axis(shape):
             where[:, 0] = True
         run = functools.partial(results_and_gradient, implementation="mosaic")
         check(*given(shape, dtype, ("wide",), 1, where), 1, where, scale, cap, run)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("cols", "dtype"), [(100, "float32"), (4096, "bfloat16"), (50257, "bfloat16"), (151936, "float32")])
+def test_native_factors_in_front_are_taken(cols, dtype):
+    x, ids, cotangents = given((14, cols), dtype, ("normal", "wide"))
+    divisor = np.linspace(0.4, 2.9, 14, dtype=np.float32)[:, None]
+
+    def f(x):
+        scores = x.astype(jnp.float32) / divisor
+        return jaxsoftmax.log_probs(scores, ids, return_entropy=True, return_lse=True, implementation="mosaic")
+
+    def both(x):
+        results, pull = jax.vjp(f, x)
+        return *results, pull(cotangents)[0]
+
+    assert [d.plan.endswith(", times a factor") for d in jaxsoftmax.explain(both, x)] == [True, True]
+    log_p, entropy, lse, gradient = map(np.asarray, jax.jit(both)(x))
+    expected = truth(oracle.to64(x) / divisor, ids)
+    assert oracle.error(log_p, expected.log_p) <= 1
+    assert oracle.error(entropy, expected.entropy) <= 1
+    assert oracle.error(lse, expected.lse) <= 1
+    of_scores = expected.gradient(*cotangents)
+    assert oracle.error(gradient, oracle.Truth(of_scores.value / divisor, of_scores.budget / divisor)) <= 1

@@ -21,6 +21,7 @@ from jaxsoftmax.ops.top_k.mosaic_sm90.short_rows import ShortRowsPlan
 from jaxsoftmax.ops.top_k.primitive import CATEGORICAL, SOFTMAX_TOP_K, SOFTMAX_TOP_K_JVP, SOFTMAX_TOP_K_VJP, TOP_K
 
 from ..support import cases, kernels, oracle
+from ..support.cross_entropy.oracle import log_probs as truth_of_log_probs
 from ..support.top_k.cases import inputs, weights_of
 
 
@@ -648,3 +649,23 @@ def test_bits_of_a_short_row_do_not_depend_on_the_others(cols, dtype):
     cases.assert_ran("mosaic", f, x)
     for a, b in zip(f(x), f(jnp.concatenate([x[7:], x[:7]])), strict=True):
         np.testing.assert_array_equal(a[7:], b[:-7])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("cols", [1000, 50257, 151936])
+def test_samples_behind_a_factor_are_those_at_a_temperature(cols, dtype):
+    x = jnp.asarray(3 * np.random.default_rng(0).standard_normal((64, cols)), dtype)
+    divisor = np.linspace(0.25, 2.5, 64, dtype=np.float32)
+
+    def behind(x):
+        scores = x.astype(jnp.float32) / divisor[:, None]
+        return jaxsoftmax.categorical(jax.random.key(3), scores, return_log_prob=True, implementation="mosaic")
+
+    assert all(decision.plan.endswith(", times a factor") for decision in explain(behind, x))
+    index, log_prob = map(np.asarray, jax.jit(behind)(x))
+    at_temperature, _ = jaxsoftmax.categorical(jax.random.key(3), x, temperature=divisor, return_log_prob=True)
+    assert np.mean(index == np.asarray(at_temperature)) >= 60 / 64  # a quotient and a product may differ in the last place
+    expected = truth_of_log_probs(x, index, scale=1 / oracle.to64(divisor)[:, None]).log_p
+    size = 8 * oracle.EPS * np.max(np.abs(oracle.to64(x)), -1) / divisor
+    assert oracle.error(log_prob, oracle.Truth(expected.value, expected.budget + size)) <= 1
