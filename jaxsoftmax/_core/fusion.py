@@ -351,6 +351,8 @@ def _emit_one_hot(like, axis: int, places, numbers) -> mlir.ir.Value:
         reshaped = _emit("stablehlo.reshape", of_rows, _dtype(array), array)
         return _emit("stablehlo.broadcast_in_dim", shape, _dtype(array), reshaped, broadcast_dimensions=dims)
 
+    if mlir.ir.IntegerType(_type(places).element_type).width < 32:  # it may not count the columns
+        places = _emit("stablehlo.convert", _type(places).shape, "i32", places)
     dimension = mlir.ir.IntegerAttr.get(mlir.ir.IntegerType.get_signless(64), axis)
     columns = _emit("stablehlo.iota", shape, _dtype(places), iota_dimension=dimension)
     equal = mlir.ir.Attribute.parse("#stablehlo<comparison_direction EQ>")

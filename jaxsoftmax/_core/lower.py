@@ -51,7 +51,8 @@ def lower(operation: Operation, ctx, *operands, names, implementation, axis_name
     """Binds the second step, on operands as they were before casts to float32."""
     sources, avals, functions = list(operands), list(ctx.avals_in), compat.of_module(ctx, "symbol_table")
     platforms = {target_for(platform).platform for platform in compat.platforms(ctx)}
-    computed, written = set(), set()  # names of operands that XLA could fuse with the reference, and of those that it writes
+    # Names of operands that XLA could fuse with the reference, and of those among them that it writes anyway.
+    fusible, in_memory = set(), set()
     for index, name in enumerate(names):
         is_scores = operation.by_name[name].is_scores
         if is_scores and (source := fusion.widened_from(sources[index])) is not None:
@@ -62,13 +63,13 @@ def lower(operation: Operation, ctx, *operands, names, implementation, axis_name
             sources[index] = fusion.one_hot_from(sources[index], params["axes"], functions) or sources[index]
         is_whole_mask = avals[index].dtype == bool and avals[index].shape == avals[0].shape
         if (is_scores or is_whole_mask) and fusion.is_fused(sources[index], functions):
-            computed.add(name)
+            fusible.add(name)
             # XLA computes a derivative together with those of the operations that produce its operand, which come behind it.
             if not operation.linear and fusion.is_written(sources[index], functions):
-                written.add(name)
+                in_memory.add(name)
     dtypes = tuple(aval.dtype for aval in ctx.avals_in)
-    site = Site(operation, names, dtypes, frozenset(computed - written), implementation, axis_name, tuple(params.items()))
-    if (name := operation.factor_of) in computed and dtypes[names.index(name)] == avals[names.index(name)].dtype:
+    site = Site(operation, names, dtypes, frozenset(fusible - in_memory), implementation, axis_name, tuple(params.items()))
+    if (name := operation.factor_of) in fusible and dtypes[names.index(name)] == avals[names.index(name)].dtype:
         site = _factored(site, ctx, sources, avals, platforms)
     bound = functools.partial(_call.bind, results=tuple(ctx.avals_out), site=site)
     with sharding.on_mesh_of(avals):

@@ -525,6 +525,22 @@ def test_gradients_of_chosen_entries(shape_and_axis, dtype):
     assert oracle.error(found, oracle.log_softmax_cotangent(x, cotangent, axis)) <= 1
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16"])
+def test_gradients_of_narrow_indices_that_do_not_count_the_columns(dtype):
+    x, ids = sample("float32", (4, 300)), np.array([3, 100, 0, 7], dtype)
+
+    def gradient(x):
+        def loss(x):
+            return jnp.sum(jax.vmap(lambda row, id_: row[id_])(log_softmax(x, implementation="xla"), ids))
+
+        return jax.grad(loss)(x)
+
+    with kernels.target(interpreted=True):
+        lowered = jax.jit(gradient).lower(x)
+    assert " stablehlo.iota " in lowered.as_text()
+    assert oracle.error(lowered.compile()(x), oracle.log_softmax_cotangent(x, np.eye(300)[ids], -1)) <= 1
+
+
 def test_a_scatter_to_other_rows_is_none_to_rows():
     """The result is read in another shape, whose middle axis is as long."""
     x, ids = sample("float32", (3, 128, 2)), np.arange(6, dtype=np.int32).reshape(2, 1, 3)

@@ -131,6 +131,32 @@ def test_a_class_alone_has_no_entropy_in_kernels(cols):
     np.testing.assert_array_equal(found, np.zeros((2, 32)))
 
 
+@pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf])
+def test_scales_that_are_not_finite_give_nan_in_kernels(scale):
+    x = np.stack([np.zeros(100), np.arange(100), np.full(100, -3e38)]).astype(np.float32)
+    with emulating() as ran:
+        log_p, entropy = ours(x, np.zeros(3, np.int32), np.full(3, scale, np.float32), implementation="mosaic")[:2]
+    assert set(ran) == {FORWARD}
+    expected = ours(x, np.zeros(3, np.int32), np.full(3, scale, np.float32), implementation="xla")[:2]
+    for found, other in zip((log_p, entropy), expected, strict=True):
+        np.testing.assert_array_equal(np.isnan(found), np.isnan(other))
+
+
+def test_a_scale_of_0_hides_nothing_that_is_no_number_in_kernels():
+    x = np.ones((4, 100), np.float32)
+    x[0, 3], x[1, 3], x[2, 3] = np.nan, np.inf, -np.inf
+    scale = np.zeros(4, np.float32)
+
+    def gradient(x, implementation):
+        return jax.grad(lambda x: jnp.sum(jaxsoftmax.entropy(x, scale=scale, implementation=implementation)))(x)
+
+    with emulating() as ran:
+        found = gradient(x, "mosaic")
+    assert set(ran) == {FORWARD, BACKWARD}
+    np.testing.assert_array_equal(found, gradient(x, "xla"))
+    assert np.isnan(found[:3]).any(-1).all()
+
+
 # Special rows and arguments.
 
 

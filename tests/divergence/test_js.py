@@ -117,3 +117,20 @@ def test_states_are_computed_by_kernels():
     decisions = jaxsoftmax.explain(jaxsoftmax.js_divergence, x, x, gpu="h100")
     assert {decision.primitive for decision in decisions} == {"logsumexp"}
     cases.assert_all_run_on("mosaic", decisions)
+
+
+def test_arrays_that_explicit_axes_shard_differently():
+    mesh = make_mesh(AxisType.Explicit)
+    x, y = jax.random.normal(jax.random.key(0), (2, 4, 8, 32))
+
+    def both(x, y):
+        return jaxsoftmax.js_divergence(x, y), jax.grad(lambda x, y: jnp.sum(jaxsoftmax.js_divergence(x, y)), (0, 1))(x, y)
+
+    expected, names = both(x, y), mesh.axis_names
+    specs = P(names[0], None, names[1]), P(None, names[0], names[1])
+    with jax.set_mesh(mesh):
+        given = [jax.device_put(each, NamedSharding(mesh, spec)) for each, spec in zip((x, y), specs, strict=True)]
+        found = jax.jit(both)(*given)
+        assert [jax.typeof(each).sharding.spec for each in found[1]] == [*specs]
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)

@@ -115,8 +115,8 @@ class Tile:
     def lift(self, scores: Steps, scale=None) -> State:
         """Computes the states of the scores that a warp holds of each row."""
         plan = self.memory.plan
-        if plan.storage == Storage.REGISTERS and not plan.is_shifted:
-            return online.lift(map(scores, range(plan.steps)), scale=scale)
+        if plan.storage == Storage.REGISTERS and not plan.is_shifted and scale is None:
+            return online.lift(map(scores, range(plan.steps)))
         if plan.storage == Storage.NOWHERE:
             return self._push(scores, scale)[0]
         m = self._maximum(self._top(scores))  # elements that are held are cheap to read twice
@@ -524,23 +524,27 @@ class RowTile(Tile):
 class _Base2(NamedTuple):
     """Makes exponents in base 2 of scores, `score * unit - start`, each by one multiply-add.
 
-    The unit is `scale * log2(e)`, and `start` is `m * unit`, rounded, so that exponents are those relative to `m` and an error
-    that is alike for all. Where `start` would be beyond 2e9, two scores that differ do so by at least 119, and the weight of
-    the smaller one is 0, or as good as 0, in any unit that keeps them so far apart. The unit then is a power of two, or 1, so
-    that `start` is exact, and finite.
+    The unit is `scale * log2(e)`, and `start` is `m * unit`, rounded. So an exponent is that relative to `m`, plus an error
+    that is alike for all. The error is the exponent of `m` itself.
+
+    Where `start` would be beyond 2e9, two scores that differ do so by at least 119, and the weight of the smaller one is 0, or
+    as good as 0, in any unit that keeps them so far apart. The unit then is a power of two, or 1, so that `start` is exact, and
+    finite. A scale that is not finite gives NaN.
     """
 
     size: jax.Array  # `scale * log2(e)`
     unit: jax.Array
     start: jax.Array
-    error: jax.Array  # at most 64
+    error: jax.Array  # `m * unit - start`, at most 64
 
     @classmethod
     def of(cls, m: jax.Array, scale: jax.Array | None, layout: Any) -> "_Base2":
         """Returns the base of scores relative to `m`, finite, with a `scale` that is a number, None, or in the shape of `m`."""
         size = _size_log2(scale)
-        other = jnp.float32(1) if scale is None else jnp.sign(scale) * power_of_two_over(m, 36, layout)
-        unit = jnp.where(jnp.abs(m * size) < 2e9, size, other)
+        is_far, other = jnp.abs(m * size) >= 2e9, jnp.float32(1)
+        if scale is not None:
+            other = jnp.sign(scale) * power_of_two_over(m, 36, layout) + (scale - scale)
+        unit = jnp.where(is_far, other, size)
         start = m * unit
         return cls(size, unit, start, fma(m, unit, -start, layout))
 

@@ -49,8 +49,8 @@ def entropy(
         shape of `logits` without `axis`, one number for each row; None (the default) for 1. It may be traced.
       axis_name: name or names of the mesh axes over which `axis` is sharded, for calls inside a `shard_map`; None (the
         default) if `axis` is not sharded there. One all-gather exchanges three numbers of each row.
-      implementation: name of the implementation that must run: "mosaic", "triton" or "xla". None (the default) takes the
-        best one for the platform, shape and dtype.
+      implementation: name of the implementation that must run: "mosaic" or "xla", as "triton" computes no entropy. None (the
+        default) takes the best one for the platform, shape and dtype.
 
     Returns:
       Array in the shape of `logits` without `axis`, float32, or float64 if `logits` are float64. A row that holds NaN or
@@ -148,7 +148,8 @@ def log_probs(
       where: boolean mask, or None (the default). A mask with as many axes as `[*rows]` selects the rows that take part. A
         mask with another number of axes broadcasts against `logits` and selects the classes that take part.
       scale: real scalar that multiplies the scores, such as the inverse of a temperature, or array that broadcasts to
-        `[*rows]`, one number for each row; None (the default) for 1. It may be traced.
+        `[*rows]`, one number for each row; None (the default) for 1. It may be traced. That of a temperature of 0 is infinite,
+        and gives NaN: leave rows that were not sampled out by `where`.
       logits_soft_cap: limit of the absolute value of scores before `scale`, a concrete positive number; None (the default)
         for no cap.
       return_entropy: True to return the entropy of each row too, in nats; False by default.
@@ -162,9 +163,10 @@ def log_probs(
     Returns:
       Log-probabilities in the shape of `ids`, float32, or float64 if `logits` are float64. With `return_entropy` or
       `return_lse` the result is a tuple: the log-probabilities, the entropies `[*rows]`, and the log-sum-exp `[*rows]`, those
-      that are asked for. An id that is not the index of a class gives NaN, and one that `where` hides gives `-inf`. In a row
-      that holds `+inf` the log-probability of `+inf` is NaN, that of other scores `-inf`, and the entropy NaN. A row in which
-      `where` leaves nothing gives 0 for its log-probabilities, whatever its ids are, and for its entropy.
+      that are asked for. An id that is not the index of a class gives NaN, with the gradient of the log-sum-exp alone, and
+      one that `where` hides gives `-inf`. In a row that holds `+inf` the log-probability of `+inf` is NaN, that of other
+      scores `-inf`, and the entropy NaN. A row in which `where` leaves nothing gives 0 for its log-probabilities, whatever its
+      ids are, and for its entropy.
 
     Raises:
       TypeError: `logits` are not floating, `ids` are not integers, `where` is not boolean, `axis` is not made of integers,

@@ -32,13 +32,14 @@ class CrossEntropyProblem(RowwiseProblem):
     @functools.cached_property
     def rows(self) -> RowProblem:
         x, axes, needs_nothing = self.operands["x"], self.params["axes"], self.operation.name == "cross_entropy_vjp"
+        has_direction = "scale" in self.operands and not needs_nothing  # -inf beyond the end may be the largest score
         return RowProblem(
             x.shape,
             tuple(axes),
             read=(x.dtype.itemsize,),
             written=tuple(dtype.itemsize for dtype in self.written),
             has_mask=is_along(self.operands.get("where"), axes),
-            needs_end=self.params["soft_cap"] is not None or "scale" in self.operands or self.is_product or self.has_total,
+            needs_end=self.params["soft_cap"] is not None or self.is_product or self.has_total or has_direction,
             reduces="nothing" if needs_nothing else "exponents" if self.has_entropy else "state",
             n_exchanges=0 if needs_nothing else 1 + self.has_total,
             exchanged=3 if self.has_entropy and not needs_nothing else 2,

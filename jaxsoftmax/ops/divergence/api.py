@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxsoftmax._core import arguments
+from jaxsoftmax._core import arguments, sharding
 from jaxsoftmax._core.choose import check_implementation
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
@@ -38,8 +38,9 @@ def kl_divergence(
 
     With `p = softmax(p_scale * p_logits)` and `q = softmax(q_scale * q_logits)`, the divergence is `sum(p * log(p / q))`. An
     entry where `p` is 0 adds nothing to the divergence or to a derivative, whatever `q` is there. An entry where `q` is 0 and
-    `p` is not makes the divergence infinite, and its derivatives with respect to `p_logits` NaN. `p` counts as 0 where the
-    arithmetic holds no smaller weight, relative to the largest one of the row.
+    `p` is not makes the divergence infinite, and its derivatives with respect to `p_logits` NaN. `p` counts as 0 where its
+    weight is below the least number of the arithmetic, relative to the largest weight of the row. A kernel, or a device, may
+    ask for the largest weight of its part of the row instead, so that weights near that least number may count.
 
     The arithmetic is float32, or float64 if one of the two arrays is float64. On NVIDIA Hopper GPUs a kernel reads each array
     once. The gradient reads each once more, and writes one or two arrays, those that are asked for. The divergence can be
@@ -66,7 +67,8 @@ def kl_divergence(
     Returns:
       Array in the shape of `p_logits` without `axis`, float32, or float64 if one of the two arrays is float64. A row where
       either array holds NaN or `+inf`, or nothing except `-inf`, gives NaN, as in `softmax`. A row in which nothing takes
-      part gives 0.
+      part gives 0. Rows whose divergence is NaN or infinite may have NaN gradients even for a cotangent of 0: a mask that is
+      passed as `where` leaves rows out, a mask that multiplies the result does not.
 
     Raises:
       TypeError: `p_logits` or `q_logits` are not floating, `where` is not boolean, `axis` is not made of integers, a scale is
@@ -138,6 +140,7 @@ def js_divergence(
       where: boolean mask, or None (the default). A mask without `axis` selects rows: the divergence of the others is 0. A
         mask with another number of axes broadcasts against the logits and selects the entries that take part.
       weight: share of `p` in the mixture, a concrete number from 0 to 1; 0.5 by default. With 0 and 1 the divergence is 0.
+        Under `jit` each weight is a program of its own.
       p_scale: real scalar that multiplies `p_logits`, such as the inverse of a temperature, or array that broadcasts to the
         shape of `p_logits` without `axis`, one number for each row; None (the default) for 1. It may be traced.
       q_scale: the same for `q_logits`.
@@ -186,8 +189,9 @@ def js_divergence(
     call = _Call.of(name, p_logits, q_logits, axis, where, p_scale, q_scale, axis_name, implementation)
     if call.is_empty:
         return call.zeros()
-    states = [call.state(each, scale) for each, scale in ((call.x, call.scale), (call.y, call.y_scale))]
-    pairs = [(x, *state, scale) for x, state, scale in zip((call.x, call.y), states, (call.scale, call.y_scale), strict=True)]
+    y = sharding.placed_as(call.y, call.x)  # primitives place operands by themselves
+    states = [call.state(each, scale) for each, scale in ((call.x, call.scale), (y, call.y_scale))]
+    pairs = [(x, *state, scale) for x, state, scale in zip((call.x, y), states, (call.scale, call.y_scale), strict=True)]
     total = xla.sum_of_mixture(weight, call.axes, *pairs, call.where)
     total = lax.psum(total, call.axis_name) if call.axis_name else total
     total += lax.stop_gradient(jnp.maximum(total, 0) - total)

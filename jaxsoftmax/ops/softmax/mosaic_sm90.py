@@ -301,7 +301,7 @@ def factor_operand(scale) -> RowOperand | None:
 def directed(tile, x, inside, where, scale):
     """Returns `x` in the direction in which the scores grow, `-inf` where it is masked, and the magnitude of `scale`.
 
-    The magnitude is not 0: that leaves finite scores 0, and the weight of -inf stays 0.
+    It is 2^-126 where the scale is 0: finite scores are 0 by their sign already, and `0 * -inf` would be NaN.
     """
     if scale is None:
         return apply_mask(where, x, -jnp.inf), None
@@ -312,7 +312,7 @@ def directed(tile, x, inside, where, scale):
         return apply_mask(where, apply_mask(inside, values, -jnp.inf), -jnp.inf)  # beyond the end x is -inf
 
     in_words = isinstance(x, Elements) and x.in_words  # two by each operation
-    return replace(x, load=signed(x.load)) if in_words else signed(x), jnp.maximum(jnp.abs(scale), 2.0**-126)
+    return replace(x, load=signed(x.load)) if in_words else signed(x), jnp.where(scale == 0, 2.0**-126, jnp.abs(scale))
 
 
 def undirected(m, scale):

@@ -133,9 +133,14 @@ def _cross_entropy_vjp(plan: LossPlan, x, where, scale, **of_rows):
 
     def body(tile, x, m, d, labels, inside, where, scale, **numbers):
         del inside  # what is computed beyond the end of a row is not stored
+        counts = [tile.along(numbers[name]) != 0 for name in "ae" if numbers[name] is not None]
         if not of_scores and scale is not None:
             numbers = {name: None if number is None else number * scale for name, number in numbers.items()}
-        weights = _weights(tile, _scores(tile, x, None, None, soft_cap), m, d, where, scale, numbers["a"], numbers["e"])
+        weights = None
+        if counts:
+            scores = _scores(tile, x, None, None, soft_cap)
+            weighted, counts = _weighted(tile, scores, m, d, where, scale, numbers), functools.reduce(jnp.logical_or, counts)
+            weights = each(lambda weight: select(counts, weight, 0), weighted)
         return [_gradient(tile, x, weights, numbers, labels, where, None if of_scores else soft_cap)]
 
     factors = {name: of_rows.pop(name) for name in FACTORS if name in of_rows}
@@ -148,30 +153,23 @@ def _cross_entropy_vjp(plan: LossPlan, x, where, scale, **of_rows):
     return lax.optimization_barrier(gradient) if replaced else gradient
 
 
-def _weights(tile, scores, m, d, where, scale, a, e):
-    """Computes `(a + e * z) * p`, with `z = s - max s`, from the saved state, or None where there is neither `a` nor `e`.
-
-    It is 0 in rows where neither counts.
-    """
-    if a is None and e is None:
-        return None
-    counts = functools.reduce(jnp.logical_or, [tile.along(number) != 0 for number in (a, e) if number is not None])
+def _weighted(tile, scores, m, d, where, scale, numbers):
+    """Computes `(a + e * z) * p`, with `z = s - max s`, from the saved state, with numbers of which one may be None."""
+    a, e = numbers["a"], numbers["e"]
     if e is None:
-        weights = weights_of_state(tile, scores, m, d, None, where, scale, factor=a)
-    else:
-        d = d if where is None else jnp.where(d != 0, d, 1)  # of a row with nothing to see
-        exponents, error = tile.exponents(undirected(m, scale), scale)
-        factor = jnp.exp2(-error) / d
-        slope = e * factor * math.log(2)
-        start = tile.along((0 if a is None else a * factor) - slope * error)
-        slope = tile.along(slope)
+        return weights_of_state(tile, scores, m, d, None, where, scale, factor=a)
+    d = d if where is None else jnp.where(d != 0, d, 1)  # of a row with nothing to see
+    exponents, error = tile.exponents(undirected(m, scale), scale)
+    factor = jnp.exp2(-error) / d
+    slope = e * factor * math.log(2)
+    start = tile.along((0 if a is None else a * factor) - slope * error)
+    slope = tile.along(slope)
 
-        def weigh(score):
-            exponent = exponents(score)
-            return (start + slope * online.bounded(exponent)) * jnp.exp2(exponent)
+    def weigh(score):
+        exponent = exponents(score)
+        return (start + slope * online.bounded(exponent)) * jnp.exp2(exponent)
 
-        weights = apply_mask(where, each(weigh, scores), 0)
-    return each(lambda weight: select(counts, weight, 0), weights)
+    return apply_mask(where, each(weigh, scores), 0)
 
 
 def _cross_entropy_gradient(plan: LossPlan, x, labels, t):
