@@ -429,7 +429,7 @@ def test_a_traced_temperature_that_is_none_takes_the_largest():
 
     gradient = jax.grad(lambda *given: jnp.sum(draw(*given)[1]), (0, 1))
     both = jax.jit(lambda *given: (draw(*given), gradient(*given)))
-    for temperature in (-1.0, -np.inf, np.nan, 0.0):
+    for temperature in (-1.0, -np.inf, np.nan, 0.0, 1e-30):
         (index, log_prob), gradients = both(x, np.float32(temperature))
         np.testing.assert_array_equal(index, np.argmax(x, -1), str(temperature))
         for zeros in (log_prob, *gradients):

@@ -600,8 +600,10 @@ def _at_temperature(temperature, kind):
         return None, None
     if isinstance(temperature, float):
         return (None, 0.0) if temperature == 0 else (1 / min(max(temperature, _LEAST_TEMPERATURE), most), None)
-    is_hot = temperature > 0
-    return 1 / jnp.clip(jnp.where(is_hot, temperature, 1), _LEAST_TEMPERATURE, most), is_hot.astype(kind)
+    is_hot, is_usual = temperature > 0, temperature >= _LEAST_TEMPERATURE
+    inverse = 1 / jnp.minimum(jnp.where(is_usual, temperature, 1), most)
+    # The derivative of the inverse of a lower temperature is infinite, and 0 times it is NaN.
+    return jnp.where(is_hot & ~is_usual, 1 / _LEAST_TEMPERATURE, inverse), is_hot.astype(kind)
 
 
 def _operand(option, ndim, kind):
