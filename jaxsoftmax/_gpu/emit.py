@@ -333,7 +333,7 @@ def maximum(a: jax.Array, b: jax.Array, layout: Any) -> jax.Array:
 
 
 def power_of_two_over(values: jax.Array, exponent: int, layout: Any) -> jax.Array:
-    """Returns the power of two by which each float32 gets the exponent `exponent`, as far as float32 has this power."""
+    """Returns the power of two by which each float32 gets the exponent `exponent`, or the nearest one that float32 has."""
 
     def powers(values):
         for register in values.registers.flat:
