@@ -605,24 +605,49 @@ def lower_exponents(
       scale: as in `push`, likewise.
       product: product of two arrays.
     """
-    step = bounded(exponents(m, lower, axis=(), scale=scale))
-    factor = jnp.exp(step)
+    return lower_by(d, sums, exponents(m, lower, axis=(), scale=scale), product=product)
+
+
+def lower_by(
+    d: jax.Array,
+    sums: jax.Array,
+    step: jax.Array,
+    *,
+    product: Product = operator.mul,
+    exponential: Callable[[jax.Array], jax.Array] = jnp.exp,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes `lower_exponents` where the new maximum makes exponents grow by `step`, which is not positive.
+
+    Exponents, and the step, may be in another base than `e`: that of `exponential`.
+    """
+    step = bounded(step)
+    factor = exponential(step)
     return product(d, factor), product(sums + d * step, factor)
+
+
+def without_error_log2(d: jax.Array, sums: jax.Array, error: jax.Array, product: Product) -> tuple[jax.Array, jax.Array]:
+    """Returns `d`, and sums of weights times their exponents in base 2, without an error that all exponents have.
+
+    The error is the exponent of the largest score. That exponent is then 0, and the weight 1, exactly.
+    """
+    largest = jnp.exp2(error)
+    return 1 + (d - largest) / largest, (sums - product(error, d)) / largest
 
 
 def lower_differences(
     m: jax.Array,
     d: jax.Array,
     sums: jax.Array,
-    other: jax.Array,
+    other_m: jax.Array,
+    other_d: jax.Array,
     lower: jax.Array,
     other_lower: jax.Array,
     *,
     scale: jax.Array | None = None,
     other_scale: jax.Array | None = None,
     product: Product = operator.mul,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns `d`, and sums of weights times differences of exponents, relative to other maxima.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns `d`, sums of weights times differences of exponents, and `d` of the other scores, relative to other maxima.
 
     A difference is the exponent of the weight less that of the same entry of other scores. All maxima are finite: `finite`
     makes them so, and a state of no scores has any. If the other scores are all `-inf`, the sum is infinite, or 0 because there
@@ -632,17 +657,19 @@ def lower_differences(
       m: maxima of states.
       d: `d` of the states.
       sums: sums of weights times differences, in the shape of `m`.
-      other: maxima of the other scores.
+      other_m: maxima of the other scores.
+      other_d: `d` of the other scores.
       lower: the maximum that replaces `m`, not less: one for all, or in the shape of `m`.
-      other_lower: the maximum that replaces `other`, likewise.
+      other_lower: the maximum that replaces `other_m`, likewise.
       scale: as in `push`, likewise.
       other_scale: the same for the other scores.
       product: product of two arrays.
     """
-    step = exponents(m, lower, axis=(), scale=scale)
+    step, other_step = exponents(m, lower, axis=(), scale=scale), exponents(other_m, other_lower, axis=(), scale=other_scale)
     factor = jnp.exp(step)
-    d, step = product(d, factor), step - exponents(other, other_lower, axis=(), scale=other_scale)
-    return d, jnp.where(d > 0, product(sums, factor) + d * step, 0)  # without weight the terms may be NaN
+    d = product(d, factor)
+    sums = jnp.where(d > 0, product(sums, factor) + d * (step - other_step), 0)  # without weight the terms may be NaN
+    return d, sums, product(other_d, jnp.exp(other_step))
 
 
 def _along(row: jax.Array, like: jax.Array, axis: Axis) -> jax.Array:

@@ -267,12 +267,12 @@ class ColumnTile(Tile):
         states = *self._merge_states(scale, count, maxima, d), *self._merge_states(other_scale, count, other_maxima, other_d)
         m, other_m = self.along(states[0]), self.along(states[2])
         size, other_size = (None if each is None else self.along(each) for each in (scale, other_scale))
-        pairs = ((maxima, LOWEST), (d, 0), (sums, 0), (other_maxima, LOWEST))
-        maxima, d, sums, other_maxima = (self._by_turn(count, load, fill) for load, fill in pairs)
+        pairs = ((maxima, LOWEST), (d, 0), (sums, 0), (other_maxima, LOWEST), (other_d, 0))
+        maxima, d, sums, other_maxima, other_d = (self._by_turn(count, load, fill) for load, fill in pairs)
 
         def lowered(k):
-            state = maxima(k), d(k), sums(k), other_maxima(k)
-            return online.lower_differences(*state, m, other_m, scale=size, other_scale=other_size)[1]
+            given = maxima(k), d(k), sums(k), other_maxima(k), other_d(k)
+            return online.lower_differences(*given, m, other_m, scale=size, other_scale=other_size)[1]
 
         return *states, jnp.sum(self._fold_turns(count, jnp.add, lowered, 0), 1)
 

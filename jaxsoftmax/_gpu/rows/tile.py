@@ -146,23 +146,14 @@ class Tile:
                 d, sums = d + weight, sums + weight * exponent
             return d, sums
 
-        def lowered(d, sums, step):
-            """Returns sums relative to a maximum that makes exponents grow by `step`, which is not positive."""
-            step = online.bounded(step)
-            factor = jnp.exp2(step)
-            return self._product(d, factor), self._product(sums + d * step, factor)
-
-        def without_error(d, sums, error, layout):
-            """Returns sums without the error of exponents. That of the largest score is then 0, and its weight 1, exactly."""
-            largest = jnp.exp2(error)
-            return 1 + (d - largest) / largest, (sums - _rounded(layout)(error, d)) / largest
+        lowered = functools.partial(online.lower_by, product=self._product, exponential=jnp.exp2)
 
         if plan.storage != Storage.NOWHERE:
             m = self._maximum(self._top(scores))
             exponents, error = self.exponents(m, scale)
             zeros = [self.accumulator(0), self.accumulator(0)]
             d, sums = self._fold(lambda steps, *sums: add(map(scores, steps), exponents, *sums), zeros)
-            d, sums = without_error(self.of_places(d), self.of_places(sums), error, plan.row_layout)
+            d, sums = online.without_error_log2(self.of_places(d), self.of_places(sums), error, _rounded(plan.row_layout))
             return State(m, d), sums * _LN2
 
         size = None if scale is None else self.along(scale)
@@ -180,7 +171,8 @@ class Tile:
         m, error, d, sums = self._fold(push, [self.accumulator(-jnp.inf), *zeros])
         m, error = map(self._alike, (m, error))
         top = self._maximum(m)
-        d, sums = lowered(*without_error(d, sums, error, layout), (m - self.along(online.shift(top))) * _size_log2(size))
+        d, sums = online.without_error_log2(d, sums, error, _rounded(layout))
+        d, sums = lowered(d, sums, (m - self.along(online.shift(top))) * _size_log2(size))
         return State(top, self.of_places(d)), self.of_places(sums) * _LN2
 
     def lift_differences(self, scores: Steps, others: Steps, scale=None, other_scale=None) -> tuple[State, State, jax.Array]:
@@ -190,13 +182,7 @@ class Tile:
         """
         plan = self.memory.plan
         size, other_size = (None if each is None else self.along(each) for each in (scale, other_scale))
-
-        def lower(m, other_m, d, sums, other_d, top, other_top):
-            """Returns the sums relative to other maxima."""
-            scales = {"scale": size, "other_scale": other_size}
-            d, sums = online.lower_differences(m, d, sums, other_m, top, other_top, **scales, product=self._product)
-            factor = online.exponentials(other_m, other_top, axis=(), scale=other_size)
-            return d, sums, self._product(other_d, factor)
+        lower = functools.partial(online.lower_differences, scale=size, other_scale=other_size, product=self._product)
 
         def add(elements, other_elements, m, other_m, d, sums, other_d):
             for score, other in zip(elements, other_elements, strict=True):
@@ -210,7 +196,7 @@ class Tile:
         def push(steps, m, other_m, d, sums, other_d):
             (elements, top), (other_elements, other_top) = self._elements(scores, steps), self._elements(others, steps)
             tops = jnp.maximum(m, top), jnp.maximum(other_m, other_top)
-            return [*tops, *add(elements, other_elements, *tops, *lower(m, other_m, d, sums, other_d, *tops))]
+            return [*tops, *add(elements, other_elements, *tops, *lower(m, d, sums, other_m, other_d, *tops))]
 
         zeros, lowest = ([self.accumulator(start) for _ in range(count)] for start, count in ((0, 3), (LOWEST, 2)))
         if plan.storage != Storage.NOWHERE:
@@ -220,7 +206,7 @@ class Tile:
         else:
             top, other_top, d, sums, other_d = self._fold(push, [*lowest, *zeros])
             m, other_m = self._maxima(top, other_top)
-            d, sums, other_d = lower(top, other_top, d, sums, other_d, self.along(m), self.along(other_m))
+            d, sums, other_d = lower(top, d, sums, other_top, other_d, self.along(m), self.along(other_m))
         d, sums, other_d = map(self.of_places, (d, sums, other_d))
         return State(m, d), State(other_m, other_d), sums
 
@@ -425,7 +411,7 @@ class RowTile(Tile):
         maxima, d, other_maxima, other_d, sums = self._exchange(exchange, *state[:2], *other[:2], sums)
         merged, other_merged = self._merged(State(maxima, d), scale), self._merged(State(other_maxima, other_d), other_scale)
         scales = {"scale": scale, "other_scale": other_scale}
-        _, sums = online.lower_differences(maxima, d, sums, other_maxima, merged.m, other_merged.m, **scales)
+        _, sums, _ = online.lower_differences(maxima, d, sums, other_maxima, other_d, merged.m, other_merged.m, **scales)
         return merged, other_merged, jnp.sum(sums)
 
     def merge_along(self, states: State, scale=None) -> State:
@@ -434,11 +420,9 @@ class RowTile(Tile):
         If rows start inside a line, the lane of an element depends on where. So all lanes must have the same sum, and products
         are rounded before they are added: a lane would otherwise add its own one unrounded to the rounded one of another.
         """
-        # A warp may have the block's infinite maximum and no element that weighs: 0 * inf would be NaN.
-        has_none = jnp.logical_and(states.d == 0, states.m == jnp.inf)
-        states = State(jnp.where(has_none, jnp.full_like(states.m, -jnp.inf), states.m), states.d)
         size = states.d.shape[-1]
         layout = replicated(size) if states.d.ndim == 1 else of_warps(size // WARP)
+        states = State(_maxima_that_weigh(*states[:2]), states.d)
         return online.merge_along(states, -1, scale=scale, product=_rounded(layout))
 
     def merge_with_exponents(self, state: State, sums: jax.Array, scale=None) -> tuple[State, jax.Array]:
@@ -446,7 +430,7 @@ class RowTile(Tile):
         if not plan.takes_block:
             return state, sums
         m, d, sums = self._exchange(0, *state[:2], sums)
-        m = jnp.where(jnp.logical_and(d == 0, m == jnp.inf), jnp.full_like(m, -jnp.inf), m)  # see `merge_along`
+        m = _maxima_that_weigh(m, d)
         top = jnp.max(m)
         d, sums = online.lower_exponents(m, d, sums, online.shift(top), scale=scale, product=_rounded(replicated(plan.warps)))
         return State(top, jnp.sum(d)), jnp.sum(sums)
@@ -552,6 +536,11 @@ class _Base2(NamedTuple):
 def _size_log2(scale: jax.Array | None) -> jax.Array:
     """Returns the factor of scores in base 2."""
     return jnp.float32(_LOG2E) if scale is None else scale * jnp.float32(_LOG2E)
+
+
+def _maxima_that_weigh(m: jax.Array, d: jax.Array) -> jax.Array:
+    """Returns maxima of warps, `-inf` for a warp that has the block's infinite maximum and no weight: 0 * inf would be NaN."""
+    return jnp.where(jnp.logical_and(d == 0, m == jnp.inf), jnp.full_like(m, -jnp.inf), m)
 
 
 def _rounded(layout: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:

@@ -57,7 +57,7 @@ def _merged(runner, operands, axis_name, axes, dtype):
 
     lower, y_lower = (along(online.finite(of.m)) for of in (state, y_state))
     size, y_size = (None if of is None else along(of) for of in (size, y_size))
-    _, sums = online.lower_differences(m, d, sums, y_m, lower, y_lower, scale=size, other_scale=y_size)
+    _, sums, _ = online.lower_differences(m, d, sums, y_m, y_d, lower, y_lower, scale=size, other_scale=y_size)
     return online.finite(state.m), state.d, jnp.sum(sums, 0), online.finite(y_state.m), y_state.d
 
 

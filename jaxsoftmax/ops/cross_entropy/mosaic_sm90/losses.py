@@ -154,7 +154,7 @@ def _cross_entropy_vjp(plan: LossPlan, x, where, scale, **of_rows):
 
 
 def _weighted(tile, scores, m, d, where, scale, numbers):
-    """Computes `(a + e * z) * p`, with `z = s - max s`, from the saved state, with numbers of which one may be None."""
+    """Computes `(a + e * z) * p`, with `z = s - max s`, from the saved state. Either `a` or `e` may be None."""
     a, e = numbers["a"], numbers["e"]
     if e is None:
         return weights_of_state(tile, scores, m, d, None, where, scale, factor=a)
