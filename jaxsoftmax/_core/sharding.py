@@ -201,6 +201,12 @@ def varying(array: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
     return lax.pcast(array, missing, to="varying") if missing else array
 
 
+def varying_as(tangents: Sequence[jax.Array], results: Sequence[jax.Array]) -> list[jax.Array]:
+    """Makes tangents vary as their results do, which vary if JAX thinks that a scale does, although it is alike everywhere."""
+    pairs = zip(tangents, results, strict=True)
+    return [varying(tangent, tuple(sorted(compat.varying(result)))) for tangent, result in pairs]
+
+
 def vary_alike(operands: list[Any]) -> list[Any]:
     """Makes all operands vary over the same manual mesh axes."""
     axes_of = list(map(compat.varying, operands))

@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxsoftmax._core import compat, sharding
+from jaxsoftmax._core import sharding
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
 from jaxsoftmax._core.sharding import Cut
 from jaxsoftmax.ops.cross_entropy import primitive, xla
 from jaxsoftmax.ops.softmax.across_devices import is_zero, local_mask, merge_states, mesh_axes
+from jaxsoftmax.ops.softmax.xla import tangent_of_sum
 
 
 def cross_entropy(runner, x, labels, where, scale, *, axes, return_state=False, return_entropy=False, cuts, **params):
@@ -121,12 +122,8 @@ def _jvp_of_parts(axis_name, params, primals, tangents):
     mean, chosen, *sums = lax.psum(jnp.stack([mean, chosen, *sums]), axis_name)
     if params.get("return_entropy", False):
         sums[-1] = xla.mean_of(results[-1], d) * mean - sums[-1]
-    found = [mean - chosen, mean, *sums, jnp.zeros_like(m), xla.tangent_of_sum(d, mean)]
-    # Results vary over devices if JAX thinks that `scale` does.
-    varying = (
-        sharding.varying(t, tuple(sorted(compat.varying(result)))) for t, result in zip(found, (*results, m, d), strict=True)
-    )
-    return [*results, m, d], list(varying)
+    found = [mean - chosen, mean, *sums, jnp.zeros_like(m), tangent_of_sum(d, mean)]
+    return [*results, m, d], sharding.varying_as(found, [*results, m, d])
 
 
 RULES = {

@@ -44,6 +44,7 @@ from jaxsoftmax._core.primitive import bind, define, set_jvp, set_transpose
 from jaxsoftmax.ops.cross_entropy import xla
 from jaxsoftmax.ops.cross_entropy.implementations import CROSS_ENTROPY_FAMILY
 from jaxsoftmax.ops.cross_entropy.problem import CrossEntropyProblem
+from jaxsoftmax.ops.softmax.xla import tangent_of_sum
 
 _X = Operand("x", is_scores=True, may_be_one=False)
 _M, _D, _LABELS = (Operand(name, may_be_one=False) for name in ("m", "d", "labels"))
@@ -123,7 +124,7 @@ def _jvp(operands, tangents, *, return_state, return_entropy=False, **params):
         sums[-1] = xla.mean_of(results[-1], d) * mean - sums[-1]
     tangents_out = [mean - chosen, mean, *sums]
     if return_state:
-        results, tangents_out = [*results, m, d], [*tangents_out, None, xla.tangent_of_sum(d, mean)]
+        results, tangents_out = [*results, m, d], [*tangents_out, None, tangent_of_sum(d, mean)]
     return results, tangents_out
 
 

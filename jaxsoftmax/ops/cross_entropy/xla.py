@@ -198,14 +198,6 @@ def _of_counting(counts, x, m, d, labels, where, axes):
     return select(is_seen, x.astype(m.dtype), 0), select(counts, m, 0), select(counts, d, 1)
 
 
-def tangent_of_sum(d, mean):
-    """Computes the tangent of `d` from the mean of the tangents of the scores.
-
-    A `d` that is NaN or infinite counts as 0: either the mean is NaN already, or the row does not count.
-    """
-    return jnp.where((d > 0) & (d < jnp.inf), d, 0) * mean
-
-
 def factors(t, lse, label_smoothing, z_loss, classes):
     """Computes the `a`, `b` and `c` for which `cross_entropy_vjp` returns `t` times the derivative of the losses."""
     return {

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax import online
-from jaxsoftmax._core import compat, sharding
+from jaxsoftmax._core import sharding
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
 from jaxsoftmax.ops.divergence import primitive, xla
@@ -86,9 +86,7 @@ def _jvp_of_parts(axis_name, params, primals, tangents):
     saved_sums, moves = (divergence, d, sums, y_d), found["t"] is not None
     tangent, of_d, of_sums, of_y_d = primitive.tangents_of_results(*saved_sums, *numbers, moves=moves)
     found = [tangent, jnp.zeros_like(m), of_d, of_sums, jnp.zeros_like(m), of_y_d]
-    # Results vary over devices if JAX thinks that a scale does.
-    pairs = zip(found, results, strict=True)
-    return results, [sharding.varying(t, tuple(sorted(compat.varying(result)))) for t, result in pairs]
+    return results, sharding.varying_as(found, results)
 
 
 RULES = {

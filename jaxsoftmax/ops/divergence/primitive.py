@@ -28,10 +28,9 @@ from jax import lax
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.operation import Operand, Operation
 from jaxsoftmax._core.primitive import bind, define, set_jvp, set_transpose
-from jaxsoftmax.ops.cross_entropy.xla import tangent_of_sum
 from jaxsoftmax.ops.divergence.implementations import DIVERGENCE_FAMILY
 from jaxsoftmax.ops.divergence.problem import DivergenceProblem
-from jaxsoftmax.ops.softmax.xla import scores_tangent
+from jaxsoftmax.ops.softmax.xla import scores_tangent, tangent_of_sum
 
 _X = Operand("x", is_scores=True, may_be_one=False)
 _Y = _X.called("y")

@@ -171,10 +171,8 @@ def _jvp_of_parts(axis_name, params, primals, tangents):
     operands |= {"m": m, "d": d, "t": t}
     (mean,) = bind(primitive.LOGSUMEXP_JVP, operands, scale_tangent=needs_scale, **params | {"dtype": d.dtype})
     mean = lax.psum(mean, axis_name)
-    found = mean.astype(lse.dtype), jnp.zeros_like(m), jnp.where((d > 0) & (d < jnp.inf), d, 0) * mean
-    # Results vary over devices if JAX thinks that `scale` does.
-    pairs = zip(found, (lse, m, d), strict=True)
-    return (lse, m, d), tuple([sharding.varying(t, tuple(sorted(compat.varying(result)))) for t, result in pairs])
+    found = [mean.astype(lse.dtype), jnp.zeros_like(m), xla.tangent_of_sum(d, mean)]
+    return (lse, m, d), tuple(sharding.varying_as(found, [lse, m, d]))
 
 
 def is_zero(tangent) -> bool:
@@ -202,8 +200,8 @@ def merge_states(m, d, *sums, cuts, scale=None, exponents=None):
 
 
 def _merge_along_mesh(m, d, *sums, axis_name, scale=None, exponents=None):
-    numbers = gathered(axis_name, unbounded(m, d), d, *sums, *([] if exponents is None else [exponents]))
-    maxima, parts, *sums = numbers
+    more = [] if exponents is None else [exponents]
+    maxima, parts, *sums = gathered(axis_name, unbounded(m, d), d, *sums, *more)
     size = None if scale is None else jnp.abs(scale)
     m, d, _ = online.merge_along(online.State(maxima, parts), 0, scale=size)
     if exponents is not None:

@@ -189,6 +189,14 @@ def _saved_exponent_jvp(primals, tangents):
     return out, scores_tangent(x, scale, dx, dscale).astype(out.dtype)
 
 
+def tangent_of_sum(d, mean):
+    """Computes the tangent of `d` from the mean of the tangents of the scores.
+
+    A `d` that is NaN or infinite counts as 0: either the mean is NaN already, or the row does not count.
+    """
+    return jnp.where((d > 0) & (d < jnp.inf), d, 0) * mean
+
+
 def weights_of_state(x, m, d, where, scale) -> jax.Array:
     """Computes the softmax weights from the saved state."""
     weights, d = _weights_and_sum(x, m, d, where, scale)
