@@ -5,8 +5,8 @@ results are not counted. A gradient is that for a cotangent of each result. `ppo
 rows of a clipped ratio and an entropy, with its gradient. `kl` is the divergence of two arrays of logits, with the gradient by
 those that the option `by` names; it reads both arrays in each pass, and writes the gradients.
 
-Cells with the option `divided` are softmax and its kin of `logits / T`, with a T for each row: a kernel takes the quotient
-in. Beside them stand `jax.nn` of the same, and ours of the logits alone.
+Cells with the option `divided` are ops of `logits / T`, with a T for each row: a kernel takes the quotient in. Beside them
+stand the same in `jax.nn`, and ours of the logits alone. A sample is not compared with one of the logits alone, which differs.
 """
 
 import functools
@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jaxsoftmax
+from benchmarks import top_k
 from benchmarks.cells import OURS, Cell, Contender, library
 from benchmarks.softmax import DTYPES, ELEMENTS, copy_cell, one_array, sums
 from tests.support import oracle as oracle_of_softmax
@@ -25,7 +27,8 @@ from tests.support.divergence import oracle as oracle_of_divergence
 
 SHAPES = ((8192, 151936), (16384, 50257), (65536, 4096))
 DIVIDED = ((1024, 512), (65536, 512), (8192, 4096), (65536, 4096), (65536, 16384))
-OPS = ("softmax", "log_softmax", "logsumexp")
+SAMPLED = tuple((rows, 128256) for rows in (64, 512, 2048, 8192))
+OPS = ("softmax", "log_softmax", "logsumexp", "entropy", "cross_entropy")
 SCALES = ("", "scale=0.7", "scales=1")  # none, one number, a number for each row
 CLIP, BONUS = 0.2, 0.01  # of PPO
 BY = ("", "p", "q", "pq")  # the arrays by which divergences are differentiated
@@ -42,7 +45,10 @@ def cells(shapes: tuple[tuple[int, int], ...] = SHAPES) -> list[Cell]:
             found.append(ppo_cell(dtype, shape))
             found += [kl_cell(dtype, shape, by) for by in BY]
     divided = DIVIDED if shapes is SHAPES else shapes
-    return [*found, *(divided_cell(op, dtype, shape) for op in OPS for shape in divided for dtype in DTYPES)]
+    found += [divided_cell(op, dtype, shape) for op in OPS for shape in divided for dtype in DTYPES]
+    found += [divided_cell("cross_entropy", dtype, shape, backward=True) for shape in divided for dtype in DTYPES]
+    sampled = SAMPLED if shapes is SHAPES else shapes
+    return [*found, *(divided_samples_cell(dtype, shape) for shape in sampled for dtype in DTYPES)]
 
 
 def _inputs(dtype, shape):
@@ -210,36 +216,95 @@ def kl_cell(dtype: str, shape: tuple[int, int], by: str = "") -> Cell:
     return Cell("kl", pass_, dtype, shape, options, moved, inputs, contenders, truth)
 
 
-def divided_cell(op: str, dtype: str, shape: tuple[int, int]) -> Cell:
-    """Returns the cell of an op of `logits / T`, with a T for each row."""
+def divided_cell(op: str, dtype: str, shape: tuple[int, int], backward: bool = False) -> Cell:
+    """Returns the cell of an op of `logits / T`, with a T for each row, and with `backward` its gradient by the logits."""
 
     def of(module, divides=True):
-        def call(x, temperature):
-            return getattr(module, op)(x / temperature[:, None].astype(x.dtype) if divides else x, axis=-1)
+        def call(x, temperature, ids, cotangent):
+            def value(x):
+                x = x / temperature[:, None].astype(x.dtype) if divides else x
+                return _op_of_logits(module, op, x, ids)
+
+            if not backward:
+                return value(x)
+            found, pull = jax.vjp(value, x)
+            return found, pull(cotangent)[0]
 
         return lambda: call
 
     def inputs(key, hurtful):
-        temperature = jax.random.uniform(jax.random.fold_in(key, 3), (shape[0],), minval=0.5, maxval=1.5)
-        return *one_array(shape, dtype)(key, hurtful), temperature
+        x, ids, temperature, cotangent, _ = _inputs(dtype, shape)(key, hurtful)
+        return x, temperature, ids, cotangent
 
-    def truth(x, temperature, divides=True):
+    def truth(x, temperature, ids, cotangent, divides=True):
         # A product that a kernel takes in is rounded to float32, and one that is written to the dtype of the logits.
-        number = np.asarray(temperature)[:, None].astype(x.dtype).astype(np.float64)
-        x = np.asarray(x).astype(np.float64)
+        number = np.asarray(temperature)[:, None].astype(x.dtype).astype(np.float64) if divides else 1.0
+        unit = 2.0 ** (-8 if dtype == "bfloat16" else -22)
         with np.errstate(all="ignore"):
-            x = x / number if divides else x
-        function = getattr(oracle_of_softmax, op)
-        found = function(x, axis=-1)
-        slack = 2.0 ** (-8 if dtype == "bfloat16" else -22) * np.nan_to_num(np.abs(x), posinf=0, neginf=0)
-        most = np.max(slack, -1, keepdims=op != "logsumexp")
-        size = most * np.abs(found.value) if op == "softmax" else most
-        return [oracle_of_softmax.Truth(found.value, found.budget + 4 * size)]
+            scores = np.asarray(x).astype(np.float64) / number
+        slack = 4 * unit * np.max(np.nan_to_num(np.abs(scores), posinf=0, neginf=0), -1)
+        found = oracle.log_probs(scores, ids)
+        match op:
+            case "cross_entropy":
+                truths = [(oracle_of_softmax.Truth(-found.log_p.value, found.log_p.budget), False)]
+            case "entropy":
+                truths = [(found.entropy, True)]
+            case _:
+                truths = [(getattr(oracle_of_softmax, op)(scores, axis=-1), op == "softmax")]
+        if backward:
+            zeros = np.zeros_like(cotangent)
+            gradient = found.gradient(-cotangent, zeros, zeros)
+            truths.append((oracle_of_softmax.Truth(gradient.value / number, gradient.budget / number), True))
+        return [_rounded(each, slack, is_relative) for each, is_relative in truths]
 
     contenders = (
         Contender(OURS, of(library)),
         Contender("jax.nn", of(jax.nn)),
         Contender("undivided", of(library, divides=False), truth=functools.partial(truth, divides=False)),
     )
-    moved = (1 if op == "logsumexp" else 2) * math.prod(shape) * jnp.dtype(dtype).itemsize
-    return Cell(op, "forward", dtype, shape, "divided=1", moved, inputs, contenders, truth)
+    passes = 3 if backward else 2 if op in ("softmax", "log_softmax") else 1
+    moved = passes * math.prod(shape) * jnp.dtype(dtype).itemsize
+    pass_ = "forward+backward" if backward else "forward"
+    return Cell(op, pass_, dtype, shape, "divided=1", moved, inputs, contenders, truth)
+
+
+def _op_of_logits(module: Any, op: str, x: jax.Array, ids: jax.Array) -> jax.Array:
+    """Computes an op by `module`: the library, or `jax.nn`, which has no losses."""
+    if op == "cross_entropy" and module is not jax.nn:
+        return module.cross_entropy(x, ids)
+    if op not in ("cross_entropy", "entropy") or module is not jax.nn:
+        return getattr(module, op)(x, axis=-1)
+    log_p = jax.nn.log_softmax(x.astype(jnp.float32))
+    return _entropy(log_p) if op == "entropy" else -jnp.take_along_axis(log_p, ids[:, None], 1)[:, 0]
+
+
+def _rounded(truth: oracle_of_softmax.Truth, slack: np.ndarray, is_relative: bool) -> oracle_of_softmax.Truth:
+    """Widens a budget by what scores that err by `slack` change: as much, or in proportion to the value."""
+    slack = slack[:, None] if truth.value.ndim > 1 else slack
+    return oracle_of_softmax.Truth(truth.value, truth.budget + slack * (np.abs(truth.value) if is_relative else 1))
+
+
+def divided_samples_cell(dtype: str, shape: tuple[int, int]) -> Cell:
+    """Returns the cell of samples of `logits / T`, with a T for each row."""
+
+    def draw(categorical, x, temperature, key, divides=True):
+        return categorical(key, x / temperature[:, None].astype(x.dtype) if divides else x)
+
+    def inputs(key, hurtful):
+        temperature = jax.random.uniform(jax.random.fold_in(key, 3), shape[:1], minval=0.5, maxval=1.5)
+        return *one_array(shape, dtype)(key, hurtful), temperature, jax.random.fold_in(key, 4)
+
+    contenders = (
+        Contender(OURS, lambda: functools.partial(draw, library.categorical)),
+        Contender("jax.random", lambda: functools.partial(draw, jax.random.categorical), sample=top_k._in_range),
+        Contender("undivided", lambda: functools.partial(draw, library.categorical, divides=False), sample=top_k._in_range),
+    )
+
+    @jax.jit
+    def at_temperature(x, temperature, key):  # the reference rounds a quotient to the dtype of the logits, a kernel does not
+        number = temperature.astype(x.dtype).astype(jnp.float32)
+        return jaxsoftmax.categorical(key, x, temperature=number, implementation="xla")
+
+    options = {"shared": 1, "sample": functools.partial(top_k._same_as, at_temperature)}
+    moved = math.prod(shape) * jnp.dtype(dtype).itemsize
+    return Cell("categorical", "forward", dtype, shape, "divided=1", moved, inputs, contenders, top_k._no_truth, **options)

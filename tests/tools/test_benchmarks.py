@@ -1450,8 +1450,10 @@ def test_cells_of_log_probs():
     cells = log_probs.cells()
     assert [cell.name for cell in cells[:2]] == ["copy forward float32 32768x4096", "copy forward bfloat16 32768x4096"]
     divided = [cell for cell in cells if cell.options == "divided=1"]
-    assert len(cells) == 2 + 3 * 2 * (2 * 4 + 1 + 4) + 3 * 5 * 2
-    assert all([c.name for c in cell.contenders] == [OURS, "jax.nn", "undivided"] for cell in divided)
+    assert len(cells) == 2 + 3 * 2 * (2 * 4 + 1 + 4) + 6 * 5 * 2 + 4 * 2
+    for cell in divided:
+        peer = "jax.random" if cell.op == "categorical" else "jax.nn"
+        assert [contender.name for contender in cell.contenders] == [OURS, peer, "undivided"]
     for cell in cells[2 : -len(divided)]:
         passes = 3 if cell.pass_ == BOTH else 1
         if cell.op == "kl":
@@ -1472,7 +1474,11 @@ TINY_LOG_PROBS = {cell.name: cell for cell in log_probs.cells(((6, 301),)) if ce
         f"ppo {BOTH} float32 6x301",
         f"kl {BOTH} bfloat16 6x301 by=pq",
         "log_softmax forward bfloat16 6x301 divided=1",
+        f"cross_entropy {BOTH} bfloat16 6x301 divided=1",
         slow=[
+            "entropy forward bfloat16 6x301 divided=1",
+            f"cross_entropy {BOTH} float32 6x301 divided=1",
+            "categorical forward bfloat16 6x301 divided=1",
             *(f"log_probs forward bfloat16 6x301 entropy=1{scale}" for scale in ("", " scale=0.7", " scales=1")),
             "kl forward float32 6x301",
             f"kl {BOTH} float32 6x301 by=q",
