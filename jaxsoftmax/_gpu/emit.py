@@ -73,6 +73,12 @@ def unknown(value: int) -> jax.Array:
     return emit(lambda: [utils.inline_ptx(asm, result_types=integer(32), has_side_effects=True)], results=SCALAR)
 
 
+def always() -> jax.Array:
+    """Returns True, in a form that ptxas cannot fold: code behind a branch on it is scheduled by itself."""
+    asm = "mov.u32 $0, %nsmid;"  # the number of multiprocessors
+    return emit(lambda: [utils.inline_ptx(asm, result_types=integer(32), has_side_effects=True)], results=SCALAR) > 0
+
+
 def instruct(ptx: str, *scalars) -> None:
     emit(lambda *values: utils.inline_ptx(ptx, *values, has_side_effects=True, convergent=True), None, scalars)
 

@@ -91,6 +91,18 @@ def test_results_and_gradients_of_kernels(options, dtype, cols):
     assert set(ran) == {FORWARD, BACKWARD}
 
 
+@pytest.mark.parametrize("options", ["plain", "scales"])
+@pytest.mark.parametrize(("cols", "dtype"), [(2056, "bfloat16"), (4096, "bfloat16"), (3001, "bfloat16"), (2100, "float16")])
+def test_warps_that_hold_rows_in_pieces_of_code(cols, dtype, options):
+    """Whole rows, rows that end inside a step, and rows through shared memory."""
+    where, scale, cap = options_of(options, (8, cols))
+    kinds = [*KINDS[1:3], "some -inf", "equal"]
+    run = functools.partial(results_and_gradient, implementation="mosaic")
+    with emulating() as ran:
+        check(*given((8, cols), dtype, kinds, where=where), -1, where, scale, cap, run)
+    assert set(ran) == {FORWARD, BACKWARD}
+
+
 @pytest.mark.parametrize(("options", "dtype", "cols"), [("scales", "float32", 7), ("where", "bfloat16", 300)])
 def test_kernels_along_another_axis(options, dtype, cols):
     shape = (2, cols, 24)
@@ -102,18 +114,21 @@ def test_kernels_along_another_axis(options, dtype, cols):
 
 
 @pytest.mark.parametrize("scale", [None, 2.7, -0.3, 0.0])
-@pytest.mark.parametrize(("cols", "dtype"), [(7, "float32"), (5000, "bfloat16"), (20544, "float16"), (20544, "float32")])
+@pytest.mark.parametrize(
+    ("cols", "dtype"), [(7, "float32"), (5000, "bfloat16"), (2056, "bfloat16"), (20544, "float16"), (20544, "float32")]
+)
 def test_kernels_of_scores_that_hurt(cols, dtype, scale):
     """Scores at the ends of the range, further apart than exponents, and ties: alone, and beside ordinary scores."""
     most = float(np.finfo(dtype).max) if dtype == "float16" else float(jnp.finfo(dtype).max)
-    x = np.zeros((9, cols))
+    x = np.zeros((12, cols))
     x[1:4] = np.array([-most, most, most * 0.7])[:, None]
     x[4:8, ::2] = -most
     x[5, 1], x[6, 3], x[7, 1::2] = most, 1e4, 1e4 * (1 + 2.0**-7)
     x[6, 1::2], x[8] = 1e4, np.linspace(9990, 1e4, cols)  # whose maximum grows along the row
-    x, ids = x.astype(dtype), np.array([0, 1, 2, 0, 1, 3, 3, 0, 1], np.int32)
-    cotangents = tuple(np.random.default_rng(2).normal(size=9).astype(np.float32) for _ in range(3))
-    scale = None if scale is None else np.full((9, 1), scale, np.float32)
+    x[9:, ::2], x[10, 1::2], x[11, 1::2] = -np.inf, -most, -2e30 if dtype != "float16" else -6e4
+    x, ids = x.astype(dtype), np.array([0, 1, 2, 0, 1, 3, 3, 0, 1, 1, 3, 5], np.int32)
+    cotangents = tuple(np.random.default_rng(2).normal(size=12).astype(np.float32) for _ in range(3))
+    scale = None if scale is None else np.full((12, 1), scale, np.float32)
     with emulating() as ran:
         check(x, ids, cotangents, -1, None, scale, None, functools.partial(results_and_gradient, implementation="mosaic"))
     assert set(ran) == {FORWARD, BACKWARD}
@@ -415,7 +430,7 @@ def test_kernels_run_unless_they_cannot():
 @pytest.mark.gpu
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("cols", [1, 2, 130, 2000, 4096, 9001, 32768, 50257, 151936])
+@pytest.mark.parametrize("cols", [1, 2, 130, 2000, 2047, 3000, 4095, 4096, 9001, 32768, 50257, 151936])
 def test_native_results_and_gradients(cols, dtype):
     for options in OPTIONS:
         kinds = KINDS[:5] if options == "where" else KINDS  # of few classes the mask might show -inf alone
@@ -425,6 +440,28 @@ def test_native_results_and_gradients(cols, dtype):
         if where is not None:
             where[:, 0] = True
         check(*given(shape, dtype, kinds, where=where), -1, where, scale, cap, run)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("cols", [2048, 2056, 4096, 5001])
+def test_native_rows_of_little_but_infinity(cols):
+    """The largest score is below -1e30, where the exponents of others are not all finite, or finite and the others are not."""
+    x = np.full((6, cols), -np.inf, np.float32)
+    x[0, 3], x[1, 1::2], x[2, 5::7], x[3], x[4, :2] = 1.5, -3.3e38, -2e30, -3.3e38, [0.5, -3e38]
+    x = x.astype(jnp.bfloat16)
+    ids, cotangents = np.array([3, 1, 5, 0, 0, 0], np.int32), tuple(np.ones((3, 6), np.float32))
+    check(
+        x[:5],
+        ids[:5],
+        [c[:5] for c in cotangents],
+        -1,
+        None,
+        None,
+        None,
+        functools.partial(results_and_gradient, implementation="mosaic"),
+    )
+    assert np.isnan(jaxsoftmax.entropy(x[5:], implementation="mosaic"))
 
 
 @pytest.mark.gpu

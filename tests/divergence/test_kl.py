@@ -21,7 +21,7 @@ from ..support.meshes import make_mesh
 
 FORWARD, BACKWARD = "kl_divergence_forward_mosaic", "kl_divergence_vjp_mosaic"
 # Inside a warp, staged, by a block, in shared memory, read in a loop, by a cluster.
-WIDTHS = [37, 100, 1024, 5001, 12501, 50257]
+WIDTHS = [37, 100, 1024, 2056, 3001, 5001, 12501, 50257]
 DTYPES = [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float16")]
 
 
@@ -363,7 +363,7 @@ def test_each_call_is_one_kernel_forward_and_one_backward(shape, by):
 @pytest.mark.gpu
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("dtype", "y_dtype"), DTYPES)
-@pytest.mark.parametrize("cols", [2, 37, 130, 1000, 2000, 4096, 9001, 32768, 50257, 151936, 2**20 + 1])
+@pytest.mark.parametrize("cols", [2, 37, 130, 1000, 2000, 2047, 3000, 4095, 4096, 9001, 32768, 50257, 151936, 2**20 + 1])
 def test_native_divergences_and_gradients(cols, dtype, y_dtype):
     for options in OPTIONS:
         kinds = [kind for kind in PAIRS if options in ("plain", "where", "rows") or "inf" not in kind]

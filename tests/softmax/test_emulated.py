@@ -47,7 +47,7 @@ def check(name, x, dtype, axis=-1, where=None, scale=None, **options):
     whole = None if where is None else np.broadcast_to(where, x.shape)
     hidden = x if where is None else np.where(whole, x, np.asarray(np.nan, x.dtype))
     found = results(name, hidden, t, c, axis, where, scale, **options)
-    arguments = (axis, whole) if name == "logsumexp" else (axis, whole, None if scale is None else oracle.to64(scale))
+    arguments = axis, whole, None if scale is None else oracle.to64(scale)
     if name == "softmax":
         maps = [oracle.softmax_derivative(x, v, *arguments, saved=dtype) for v in (t, c)]
     else:
@@ -135,6 +135,10 @@ MASKS = {
         ("log_softmax", "float32", 2049, "repeated", False),
         ("logsumexp", "bfloat16", 5001, "whole", False),
         ("logsumexp", "float32", 69, "of rows", False),
+        ("softmax", "bfloat16", 2047, "of rows", True),
+        ("log_softmax", "bfloat16", 69, "of rows", True),
+        ("logsumexp", "bfloat16", 3001, "of rows", True),
+        ("logsumexp", "bfloat16", 3000, "of rows", True),
         pytest.param("softmax", "float32", 20001, "one for all", True, marks=pytest.mark.slow),
     ],
 )

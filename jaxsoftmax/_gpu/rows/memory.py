@@ -183,9 +183,19 @@ class Memory:
         loaded = self._load(ref, jnp.dtype(jnp.int8), 0, source)
         return lambda step: loaded[step] != 0
 
-    def inside(self) -> Steps | None:
-        """Tells which elements are of a row, as a function of a step to bools; None if all are."""
-        return None if self.plan.whole_steps == range(self.plan.steps) else self.load_mask(None, None)
+    def inside(self) -> Callable[[Any], jax.Array | None] | None:
+        """Tells which elements are of a row, as a function of a step to bools; None if all are, also for a step."""
+        plan = self.plan
+        if plan.whole_steps == range(plan.steps):
+            return None
+        flags = self.flags()
+        if plan.storage != Storage.REGISTERS:  # the number of a step in a loop is not known
+            return flags
+        return lambda step: None if step in plan.whole_steps else flags(step)
+
+    def flags(self) -> Steps:
+        """Computes which elements are of a row, for `inside`."""
+        return self.load_mask(None, None)
 
     def store(self, ref, step, values: jax.Array) -> None:
         """Stores the results of a step."""
@@ -316,10 +326,10 @@ class RowMemory(Memory):
             return Elements(functools.partial(self._load_joined, ref, fill), ref.dtype, dtype, self.plan)
         return Elements(lambda step: self._load(ref, ref.dtype, fill, step=step)[0], ref.dtype, dtype, self.plan)
 
-    def inside(self) -> Steps | None:
-        if self.plan.is_joined and self.plan.whole_steps != range(self.plan.steps):
+    def flags(self) -> Steps:
+        if self.plan.is_joined:
             return lambda step: self._inside_joined(step) != 0
-        return super().inside()
+        return super().flags()
 
     def store(self, ref, step, values: jax.Array) -> None:
         if self.exact:

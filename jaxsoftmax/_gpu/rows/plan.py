@@ -49,7 +49,7 @@ class RowPlan:
     rows_per_lanes: int = 1  # rows of each group of lanes, one after the other; 1 if a row takes a whole block
     blocks: int = 1  # blocks that share a row; up to 16 form a cluster and exchange states through distributed shared memory
     storage: Storage = Storage.REGISTERS
-    unroll: int = 0  # steps in one iteration of a loop; 0, and no loop, in registers
+    unroll: int = 0  # steps in one iteration of a loop; in registers steps in one piece of straight code, or 0 for all
     persistent_blocks: int = 0  # blocks that take slices of long rows by tickets (`grid`); 0 if each has the slice of its index
     is_stored: bool = True  # True if a result is as large as the rows, so that elements are stored where they were loaded
     exchanged: int = 2  # most numbers that a warp tells the others of each row at one time

@@ -70,6 +70,8 @@ def _rows(problem: RowProblem, target: Target) -> RowPlan | Refusal:
     cols, itemsize, is_streamed = problem.cols, problem.widest, not problem.written
     widest, operands = 16 // itemsize, len(problem.read)
     vector = math.gcd(cols, widest)
+    if _is_in_pieces(problem):
+        return RowPlan(cols, widest, WARP, unroll=_steps_of_a_piece(problem), is_stored=False)
     if cols * itemsize <= _bytes_in_a_warp(problem) or (cols <= 1024 and vector < widest):
         return _within_a_warp(problem, vector)
     if is_streamed and not problem.has_mask and cols > (8192 if itemsize == 4 else 20480):
@@ -137,15 +139,42 @@ def _bytes_in_a_warp(problem: RowProblem) -> int:
     """Returns the bytes of the longest rows that stay inside a warp."""
     cols, itemsize, operands = problem.cols, problem.widest, len(problem.read)
     is_read_once = not problem.written and operands == 1
-    if not _is_plain(problem) and itemsize == 2 and operands == 1 and cols % 64:
-        return 8192
+    if not _is_plain(problem) and itemsize == 2 and cols % 64:
+        if operands == 1 and not (problem.keeps_scores and problem.needs_end and cols % 8 == 0):
+            return 8192
+        if operands == 2 and problem.reduces == "exponents":
+            return 6144
     return 2048 if _is_plain(problem) or (not is_read_once and cols % 1024 == 0) else 4096
+
+
+def _is_in_pieces(problem: RowProblem) -> bool:
+    """Tells whether a warp holds a row of up to 4096 elements of 16 bits, and has a piece of code for each one or two steps.
+
+    Several warps exchange what they have: 65536 x 4096 log_probs with entropies 148 us instead of 124, and kl_divergence 304
+    instead of 261. If rows are few they are faster: 64 rows 2.7 us instead of 3.4, and 2.9 instead of 4.8. States alone are as
+    fast either way, unless a block tells elements from those beyond the end: 87381 x 3000 logsumexp with scales 151 us instead
+    of 116 (H200).
+    """
+    cols, steps_of_a_block = problem.cols, 1024
+    is_whole = cols % 8 == 0 and not problem.has_mask
+    if not is_whole or cols > 4096 or not _steps_of_a_piece(problem):
+        return False
+    if problem.reduces == "exponents":
+        return True
+    return problem.needs_end and len(problem.read) == 1 and cols > 2048 and cols % steps_of_a_block != 0
+
+
+def _steps_of_a_piece(problem: RowProblem) -> int:
+    """Returns the steps of a piece of code of a warp that holds rows of 16 bits; 0 for code in one piece."""
+    if problem.widest != 2 or problem.written:
+        return 0
+    return int(problem.cols >= 1024) if len(problem.read) == 2 else 2 * (problem.cols > 1024)
 
 
 def _is_plain(problem: RowProblem) -> bool:
     """Tells whether short rows reach the bandwidth as they are, in registers: small arrays of them are then fastest so, too."""
     is_read_once = not problem.written and len(problem.read) == 1
-    return problem.is_masked or (problem.widest == 4 and not is_read_once)
+    return problem.has_mask or (problem.widest == 4 and not is_read_once)
 
 
 def _within_a_warp(problem: RowProblem, vector: int) -> RowPlan:
@@ -179,7 +208,8 @@ def _staged(problem: RowProblem) -> StagedPlan:
     candidates = [(lanes, vector) for lanes, vector in candidates if _share(cols, vector, lanes) <= 16 * vector]
     lanes, vector = min(candidates, key=lambda pair: pair[0] * _share(cols, pair[1], pair[0]) * (1 + 0.15 / pair[1]))
     rows = max(1, min(8, 32 // _share(cols, vector, lanes)))
-    return StagedPlan(cols, vector, lanes, rows, is_stored=bool(problem.written), itemsize=problem.widest)
+    options = {"unroll": _steps_of_a_piece(problem), "is_stored": bool(problem.written), "itemsize": problem.widest}
+    return StagedPlan(cols, vector, lanes, rows, **options)
 
 
 def _lanes_of(cols: int, vector: int) -> list[int]:

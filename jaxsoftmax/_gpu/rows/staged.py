@@ -199,13 +199,13 @@ class StagedMemory(RowMemory):
 
         emit(store, ref, [self.row], [(values, plan.layout)])
 
-    # No plan for masks along the columns, or for scales, which ask for `inside`, has such rows.
+    # No plan for masks along the columns has such rows.
 
     def load_mask(self, ref, source):
         raise NotImplementedError("staged: masks along the columns are not read this way")
 
-    def inside(self):
-        raise NotImplementedError("staged: elements beyond the end of a row are not told")
+    def flags(self) -> Steps:
+        return lambda step: self.columns(step) < self.plan.cols
 
     def _places(self, slot, row, step):
         """Yields for each row of this thread its words in a step: an address, offsets from it, whether each is in the row."""

@@ -341,8 +341,8 @@ def apply_mask(where, values, otherwise):
 
 
 def select(seen, values, otherwise):
-    """Returns `values` where `seen` is true, and a number elsewhere."""
-    return jnp.where(seen, values, jnp.full_like(values, otherwise))
+    """Returns `values` where `seen` is true, or everywhere if it is None, and a number elsewhere."""
+    return values if seen is None else jnp.where(seen, values, jnp.full_like(values, otherwise))
 
 
 def _times(values, scale):

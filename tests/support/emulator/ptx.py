@@ -117,6 +117,8 @@ class _Assembly:
     def special(self, name: str) -> int:
         if name == "%laneid":
             return program.LANE
+        if name == "%nsmid":
+            return self.read("132", 32)
         if name == "%globaltimer":
             found = self.to.slot(np.uint64)
             self.to.do(lambda machine: np.uint64(machine.time), found, program.MACHINE)

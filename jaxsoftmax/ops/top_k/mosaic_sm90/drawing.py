@@ -235,7 +235,8 @@ class Drawing:
 
         def product(step, elements):
             scores = self.elements.converted(elements) * factor
-            return scores if inside is None else jnp.where(inside(step), scores, jnp.full_like(scores, -jnp.inf))
+            seen = None if inside is None else inside(step)
+            return scores if seen is None else jnp.where(seen, scores, jnp.full_like(scores, -jnp.inf))
 
         def load(index=None):
             if index is not None:
