@@ -2859,7 +2859,7 @@ FAULTS = (
     Fault(
         "drawing: a factor makes elements behind the end of a row large",
         f"{_TOP_K}/mosaic_sm90/drawing.py",
-        "return scores if inside is None else jnp.where(",
+        "return scores if seen is None else jnp.where(",
         "return scores if True else jnp.where(",
         "tests/top_k/test_emulated.py -k behind_a_factor",
     ),
