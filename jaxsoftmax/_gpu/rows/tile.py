@@ -7,6 +7,7 @@ states of warps, merges these to states of rows, and computes results from the e
 import functools
 import math
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -155,9 +156,7 @@ class Tile:
             m = self._maximum(self._top(scores))
             exponents, error = self.exponents(m, scale)
             raised = self._raised(scores, m) if scale is None else None
-            held, bounded = (
-                (raised, exponents) if raised is not None else (scores, lambda score: online.bounded(exponents(score)))
-            )
+            held, bounded = (scores, lambda score: online.bounded(exponents(score))) if raised is None else (raised, exponents)
             zeros = [self.accumulator(0), self.accumulator(0)]
             d, sums = self._fold(lambda steps, *sums: add(map(held, steps), bounded, *sums), zeros)
             d, sums = online.without_error_log2(self.of_places(d), self.of_places(sums), error, _rounded(plan.row_layout))
@@ -167,7 +166,7 @@ class Tile:
         size = None if scale is None else self.along(scale)
 
         def push(steps, m, error, d, sums):
-            elements, top = self._elements(scores, steps)
+            loaded, converted, top = self._loaded(scores, steps)
             m, error = map(self._alike, (m, error))
             top = jnp.maximum(m, self._of_thread(top))
             shifted = online.shift(top)
@@ -177,7 +176,10 @@ class Tile:
             def exponents(score):
                 return online.bounded(fma(score, base.unit, -base.start, layout))
 
-            return [top, base.error, *add(elements, exponents, d, sums)]
+            def add_some(loaded, d, sums):
+                return add(map(converted, loaded), exponents, d, sums)
+
+            return [top, base.error, *self._in_pieces(add_some, loaded, _size_of_piece(scores), (d, sums))]
 
         zeros = [self.accumulator(0) for _ in range(3)]
         m, error, d, sums = self._fold(push, [self.accumulator(-jnp.inf), *zeros])
@@ -209,8 +211,8 @@ class Tile:
         size, other_size = (None if each is None else self.along(each) for each in (scale, other_scale))
         lower = functools.partial(online.lower_differences, scale=size, other_scale=other_size, product=self._product)
 
-        def add(elements, other_elements, m, other_m, d, sums, other_d):
-            for score, other in zip(elements, other_elements, strict=True):
+        def add(pairs, m, other_m, d, sums, other_d):
+            for score, other in pairs:
                 exponent = online.exponents(score, m, axis=(), scale=size)
                 other_exponent = online.exponents(other, other_m, axis=(), scale=other_size)
                 weight = jnp.exp(exponent)
@@ -219,15 +221,23 @@ class Tile:
             return d, sums, other_d
 
         def push(steps, m, other_m, d, sums, other_d):
-            (elements, top), (other_elements, other_top) = self._elements(scores, steps), self._elements(others, steps)
+            loaded, converted, top = self._loaded(scores, steps)
+            other_loaded, other_converted, other_top = self._loaded(others, steps)
             tops = jnp.maximum(m, top), jnp.maximum(other_m, other_top)
-            return [*tops, *add(elements, other_elements, *tops, *lower(m, d, sums, other_m, other_d, *tops))]
+
+            def add_some(pairs, *carry):
+                return add([(converted(score), other_converted(other)) for score, other in pairs], *tops, *carry)
+
+            pairs, size = list(zip(loaded, other_loaded, strict=True)), min(map(_size_of_piece, (scores, others)))
+            return [*tops, *self._in_pieces(add_some, pairs, size, lower(m, d, sums, other_m, other_d, *tops))]
 
         zeros, lowest = ([self.accumulator(start) for _ in range(count)] for start, count in ((0, 3), (LOWEST, 2)))
         if plan.storage != Storage.NOWHERE:
             m, other_m = self._maxima(self._top(scores), self._top(others))
             tops = self.along(m), self.along(other_m)
-            d, sums, other_d = self._fold(lambda steps, *sums: add(map(scores, steps), map(others, steps), *tops, *sums), zeros)
+            d, sums, other_d = self._fold(
+                lambda steps, *sums: add(zip(map(scores, steps), map(others, steps), strict=True), *tops, *sums), zeros
+            )
         else:
             top, other_top, d, sums, other_d = self._fold(push, [*lowest, *zeros])
             m, other_m = self._maxima(top, other_top)
@@ -263,7 +273,8 @@ class Tile:
 
         def push(steps, m, d, *sums):
             size, state = None if scale is None else self.along(scale), State(m, d)
-            elements, top = self._elements(scores, steps)
+            loaded, converted, top = self._loaded(scores, steps)
+            elements = list(map(converted, loaded))
             state = online.push(state, elements, axis=(), scale=size, top=top)
             more = [functools.reduce(jnp.add, map(of, steps, elements), sum_) for of, sum_ in zip(addends, sums, strict=True)]
             return [*state[:2], *more]
@@ -273,13 +284,13 @@ class Tile:
         m, d = self.of_warp(top, d, scale)[:2]
         return State(m, d), list(map(self.of_places, sums))
 
-    def _elements(self, scores: Steps, steps) -> tuple[list[jax.Array], jax.Array]:
-        """Returns the scores of some steps, and their maximum at each place of a step."""
+    def _loaded(self, scores: Steps, steps) -> tuple[list[jax.Array], Callable[[jax.Array], jax.Array], jax.Array]:
+        """Returns scores of some steps as they were loaded, what converts them, and their maximum at each place of a step."""
         if isinstance(scores, Elements) and scores.in_words:
             words = list(map(scores.load, steps))
-            return list(map(scores.converted, words)), scores.maximum(words).astype(jnp.float32)
+            return words, scores.converted, scores.maximum(words).astype(jnp.float32)
         elements = list(map(scores, steps))
-        return elements, functools.reduce(jnp.maximum, elements)
+        return elements, lambda elements: elements, functools.reduce(jnp.maximum, elements)
 
     def of_warp(self, m: jax.Array, d: jax.Array, scale=None) -> State:
         """Computes the states of a warp from accumulators that were pushed to, `m` and `d` at each place of a step."""
@@ -372,7 +383,7 @@ class Tile:
         """Folds `function(steps, *carry)` over all steps: at once, or in a loop and the steps that it leaves out."""
         plan = self.memory.plan
         if plan.storage == Storage.REGISTERS:
-            return self._fold_in_pieces(function, tuple(start))
+            return self._in_pieces(function, range(plan.steps), plan.unroll or plan.steps, tuple(start))
         looped, unroll = plan.looped_steps, plan.unroll
         iterations = len(looped) // unroll
 
@@ -388,20 +399,19 @@ class Tile:
         rest = [step for step in range(plan.steps) if step not in looped[: iterations * unroll]]
         return function(rest, *carry) if rest else carry
 
-    def _fold_in_pieces(self, function, carry):
-        """Computes `_fold` over steps that are in registers, `unroll` of them in each piece of straight code."""
-        plan = self.memory.plan
-        size = plan.unroll or plan.steps
-        if plan.steps <= size:
-            return function(range(plan.steps), *carry)
-        for first in range(0, plan.steps, size):
-            steps = range(first, min(first + size, plan.steps))
-            # ptxas would otherwise widen all elements of 16 bits before it uses the first: 198 registers for rows of 4096 in
-            # a warp, and with a branch for each two steps 111. So twice as many blocks run at a time (log_probs with entropies
-            # 157 to 137 us, kl_divergence 334 to 264 us for 65536 x 4096 bfloat16, H200).
-            carry = lax.cond(
-                always(), lambda steps=steps, carry=carry: tuple(function(steps, *carry)), lambda carry=carry: carry
-            )
+    def _in_pieces(self, function, items: Sequence[Any], size: int, carry):
+        """Folds `function(some items, *carry)`, with straight code of its own for each `size` items.
+
+        ptxas would otherwise widen all elements of 16 bits before it uses the first. With fewer registers more blocks run at a
+        time. 65536 x 4096 bfloat16, one warp a row (H200): log_probs with entropies 198 registers and 157 us, in pieces of two
+        vectors 111 and 137; kl_divergence 334 and 264 us. 16384 x 50257 in a loop: 96 and 421 us, in pieces of one vector 58
+        and 380 us, of four vectors 88 and 425 us.
+        """
+        if len(items) <= size:
+            return function(items, *carry)
+        for first in range(0, len(items), size):
+            some = items[first : first + size]
+            carry = lax.cond(always(), lambda some=some, carry=carry: tuple(function(some, *carry)), lambda carry=carry: carry)
         return carry
 
 
@@ -544,6 +554,11 @@ class RowTile(Tile):
                 plgpu.commit_smem()
         everywhere = replicated(plan.warps)
         return [plgpu.load(slot, layout=everywhere, optimized=False) for slot in slots]
+
+
+def _size_of_piece(scores: Steps) -> int:
+    """Returns the steps of an iteration that share a piece of code: one, if elements are widened as they are used, or all."""
+    return 1 if isinstance(scores, Elements) and scores.in_words else sys.maxsize
 
 
 class _Base2(NamedTuple):
