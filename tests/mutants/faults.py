@@ -485,10 +485,10 @@ FAULTS = (
         "tests/cross_entropy/test_log_probs.py -k 'that_hurt and 2056'",
     ),
     Fault(
-        "tile: a piece of code has the steps of all",
+        "tile: a piece of code has the steps of those behind it",
         f"{_ROWS}/tile.py",
-        "steps = range(first, min(first + size, plan.steps))",
-        "steps = range(first, plan.steps)",
+        "some = items[first : first + size]",
+        "some = items[first:]",
         "tests/cross_entropy/test_log_probs.py -k 'in_pieces and 2056'",
     ),
     Fault(
