@@ -2,8 +2,9 @@
 
 `bytes` are those of the logits, which forward reads once; backward reads them once more, and writes as many. Those of ids and
 results are not counted. A gradient is that for a cotangent of each result. `ppo` is the loss of PPO from logits, the mean over
-rows of a clipped ratio and an entropy, with its gradient. `kl` is the divergence of two arrays of logits, with the gradient by
-those that the option `by` names; it reads both arrays in each pass, and writes the gradients.
+rows of a clipped ratio and an entropy, with its gradient. `kl` and `js` are divergences of two arrays of logits, with the
+gradient by those that the option `by` names; they read both arrays in each pass, and write the gradients. `js` reads rows that
+no cluster holds twice forward, which `bytes` do not count.
 
 Cells with the option `divided` are ops of `logits / T`, with a T for each row: a kernel takes the quotient in. Beside them
 stand the same in `jax.nn`, and ours of the logits alone. A sample is not compared with one of the logits alone, which differs.
@@ -43,7 +44,7 @@ def cells(shapes: tuple[tuple[int, int], ...] = SHAPES) -> list[Cell]:
                 found.append(entropy_cell(dtype, shape, backward))
                 found += [log_probs_cell(dtype, shape, backward, scale) for scale in SCALES]
             found.append(ppo_cell(dtype, shape))
-            found += [kl_cell(dtype, shape, by) for by in BY]
+            found += [divergence_cell(op, dtype, shape, by) for op in ("kl", "js") for by in BY]
     divided = DIVIDED if shapes is SHAPES else shapes
     found += [divided_cell(op, dtype, shape) for op in OPS for shape in divided for dtype in DTYPES]
     found += [divided_cell("cross_entropy", dtype, shape, backward=True) for shape in divided for dtype in DTYPES]
@@ -182,8 +183,9 @@ def ppo_cell(dtype: str, shape: tuple[int, int]) -> Cell:
     return Cell("ppo", "forward+backward", dtype, shape, "", _bytes(dtype, shape, True), with_old, contenders, truth)
 
 
-def kl_cell(dtype: str, shape: tuple[int, int], by: str = "") -> Cell:
-    """Returns the cell of the divergence of two arrays, with the gradient by none, one or both of them."""
+def divergence_cell(op: str, dtype: str, shape: tuple[int, int], by: str = "") -> Cell:
+    """Returns the cell of a divergence of two arrays, with the gradient by none, one or both of them."""
+    name = f"{op}_divergence"
 
     def inputs(key, hurtful):
         keys = jax.random.split(jax.random.fold_in(key, 4))
@@ -202,18 +204,22 @@ def kl_cell(dtype: str, shape: tuple[int, int], by: str = "") -> Cell:
 
     def of_jax(x, y):
         log_p, log_q = (jax.nn.log_softmax(each.astype(jnp.float32)) for each in (x, y))
-        p = jnp.exp(log_p)
-        return jnp.sum(p * jnp.where(p > 0, log_p - log_q, 0), -1)
+        if op == "kl":
+            p = jnp.exp(log_p)
+            return jnp.sum(p * jnp.where(p > 0, log_p - log_q, 0), -1)
+        log_m = jnp.logaddexp(log_p, log_q) - math.log(2)
+        terms = (jnp.exp(log) * jnp.where(log > -jnp.inf, log - log_m, 0) for log in (log_p, log_q))
+        return jnp.sum(sum(terms) / 2, -1)
 
     def truth(x, y, cotangent):
-        found = oracle_of_divergence.kl_divergence(x, y)
+        found = getattr(oracle_of_divergence, name)(x, y)
         gradients: dict[str, Any] = dict(zip("pq", found.gradients(cotangent), strict=True)) if by else {}
         return [found.value, *(gradients[name] for name in by)]
 
-    contenders = (Contender(OURS, with_gradients(library.kl_divergence)), Contender("jax.numpy", with_gradients(of_jax)))
+    contenders = (Contender(OURS, with_gradients(getattr(library, name))), Contender("jax.numpy", with_gradients(of_jax)))
     moved = (4 + len(by) if by else 2) * math.prod(shape) * jnp.dtype(dtype).itemsize
     pass_, options = ("forward+backward", f"by={by}") if by else ("forward", "")
-    return Cell("kl", pass_, dtype, shape, options, moved, inputs, contenders, truth)
+    return Cell(op, pass_, dtype, shape, options, moved, inputs, contenders, truth)
 
 
 def divided_cell(op: str, dtype: str, shape: tuple[int, int], backward: bool = False) -> Cell:

@@ -200,6 +200,9 @@ def _loss_cases() -> list[Case]:
         _divergences("float32", (64, 1000)),
         _divergences("bfloat16", (33, 50257), "outliers", p_scale=0.5, q_scale=0.5),
         _divergences("float16", (64, 513), what="where", masked=True),
+        _divergences("float32", (64, 1000), op="js_divergence"),
+        _divergences("bfloat16", (33, 50257), "outliers", op="js_divergence", weight=0.3, p_scale=0.5),
+        _divergences("float16", (64, 513), op="js_divergence", what="where", masked=True),
     ]
 
 
@@ -228,7 +231,9 @@ def _losses(dtype: str, shape: tuple[int, int], kind="", *, what="", masked=Fals
     return Case("cross_entropy", dtype, shape, f"{what} {kind}".strip(), options, ("logits",), inputs, judges)
 
 
-def _divergences(dtype: str, shape: tuple[int, int], kind="", *, what="", masked=False, **options: Any) -> Case:
+def _divergences(
+    dtype: str, shape: tuple[int, int], kind="", *, what="", masked=False, op="kl_divergence", **options: Any
+) -> Case:
     """Divergences of two softmaxes and the gradients of both arrays of logits."""
 
     def inputs():
@@ -237,12 +242,13 @@ def _divergences(dtype: str, shape: tuple[int, int], kind="", *, what="", masked
         return arrays | ({"where": _mask(shape)} if masked else {})
 
     def judges(ran, arrays):
-        scales = {"scale": options.get("p_scale"), "y_scale": options.get("q_scale")}
-        found = divergence_truth.kl_divergence(arrays["p_logits"], arrays["q_logits"], where=arrays.get("where"), **scales)
+        names = {"p_scale": "scale", "q_scale": "y_scale"}
+        renamed, where = {names.get(name, name): value for name, value in options.items()}, arrays.get("where")
+        found = getattr(divergence_truth, op)(arrays["p_logits"], arrays["q_logits"], where=where, **renamed)
         return [found.value, *found.gradients(arrays["cotangents"][0])]
 
     words, moving = f"{what} {kind}".strip(), ("p_logits", "q_logits")
-    return Case("kl_divergence", dtype, shape, words, options, moving, inputs, judges)
+    return Case(op, dtype, shape, words, options, moving, inputs, judges)
 
 
 def _linear(dtype: str, shape: tuple[int, int, int], reduction: str = "mean") -> Case:

@@ -49,7 +49,7 @@ from jaxsoftmax.ops.cross_entropy import primitive as cross_entropy_primitive
 from jaxsoftmax.ops.cross_entropy.mosaic_sm90 import losses
 from jaxsoftmax.ops.cross_entropy.problem import CrossEntropyProblem
 from jaxsoftmax.ops.divergence import mosaic_sm90 as divergence
-from jaxsoftmax.ops.divergence.primitive import KL_DIVERGENCE, KL_DIVERGENCE_VJP
+from jaxsoftmax.ops.divergence.primitive import JS_DIVERGENCE, JS_DIVERGENCE_VJP, KL_DIVERGENCE, KL_DIVERGENCE_VJP
 from jaxsoftmax.ops.softmax import mosaic_sm90 as softmax
 from jaxsoftmax.ops.softmax import primitive as softmax_primitive
 from jaxsoftmax.ops.top_k.mosaic_sm90 import warp_rows
@@ -437,7 +437,9 @@ def cross_entropy_cases() -> Iterator[Case]:
 
 def divergence_cases() -> Iterator[Case]:
     """The kernels of two softmaxes by both dtypes, with a mask or scales, and by what is differentiated."""
-    operations = [(KL_DIVERGENCE, {"return_state": True}), *((KL_DIVERGENCE_VJP, {"by": by}) for by in ("x", "y", "xy"))]
+    operations = []
+    for forward, vjp, more in ((KL_DIVERGENCE, KL_DIVERGENCE_VJP, {}), (JS_DIVERGENCE, JS_DIVERGENCE_VJP, {"weight": 0.3})):
+        operations += [(forward, more | {"return_state": True}), *((vjp, more | {"by": by}) for by in ("x", "y", "xy"))]
     dtypes = [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]
     for (operation, options), (dtype, y_dtype), masked in itertools.product(operations, dtypes, (False, True, "end")):
         if masked is not False and (options.get("by") in ("x", "y") or dtype != y_dtype):
@@ -451,13 +453,15 @@ def divergence_cases() -> Iterator[Case]:
             given |= {"where": shaped(*shape, dtype=bool)} if masked is True else {}
             given |= {"scale": row, "y_scale": row} if masked == "end" else {}
             of = options | {"axes": (1,), "dtype": jnp.dtype("float32")}
-            if operation is KL_DIVERGENCE_VJP:
+            if operation in (KL_DIVERGENCE_VJP, JS_DIVERGENCE_VJP):
                 given |= dict.fromkeys(("m", "d", "y_m", "y_d", "a", "b", "c"), row)
                 of |= {"dtype": jnp.dtype(dtype if "x" in options["by"] else y_dtype), "y_dtype": jnp.dtype(y_dtype)}
             plan = divergence.plan(operation.problem(operation, given, of), HOPPER)
             if isinstance(plan, Refusal) and plan.plan is None:
                 continue
             plan = plan.plan if isinstance(plan, Refusal) else plan
+            if isinstance(plan, divergence.PassesPlan):  # of softmax's kernels
+                continue
             key = (operation.name, dtype, y_dtype, masked, options.get("by"), *_of_layout(plan.row_plan))
             size = f"{cols}{f'x{inner}' if inner > 1 else ''}"
             name = f"divergence {operation.name} {options.get('by', '')} {dtype} {y_dtype} {size}"

@@ -130,7 +130,9 @@ def programs_of_losses_and_samples():
     linear = functools.partial(jaxsoftmax.linear_cross_entropy, reduction="sum")
     yield "linear_cross_entropy", lambda given: linear(**given), {"hidden": HIDDEN, "weight": WEIGHT, "labels": LABELS}, CPU
     both = {"p_logits": ROWS, "q_logits": ROWS}
-    yield "kl_divergence", with_gradient(lambda given: jaxsoftmax.kl_divergence(**given)), both, BOTH
+    for name in ("kl_divergence", "js_divergence"):
+        divergence = getattr(jaxsoftmax, name)
+        yield name, with_gradient(lambda given, divergence=divergence: divergence(**given)), both, BOTH
     for name in ("top_k", "softmax_top_k"):
         op = functools.partial(getattr(jaxsoftmax, name), k=4)
         yield name, with_gradient(lambda given, op=op: op(given["x"])), {"x": ROWS}, BOTH if name == "top_k" else CPU

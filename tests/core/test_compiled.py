@@ -20,6 +20,7 @@ FEW = [
     "top_k weights of the found bfloat16 2048x128 k 8",
     "cross_entropy linear bfloat16 256x1024 classes 0 cap",
     "divergence kl_divergence_vjp xy bfloat16 bfloat16 8192 ",
+    "divergence js_divergence  bfloat16 bfloat16 8192 ",
 ]
 
 

@@ -34,6 +34,7 @@ def programs():
     labels = np.zeros(lowered.LABELS.shape, lowered.LABELS.dtype)
     yield tangent_of(lambda x: jaxsoftmax.cross_entropy(x, labels)), lowered.ROWS
     yield tangent_of(lambda x: jaxsoftmax.kl_divergence(x, 2 * x)), lowered.ROWS
+    yield tangent_of(lambda x: jaxsoftmax.js_divergence(x, 2 * x)), lowered.ROWS
     yield tangent_of(lambda x: jaxsoftmax.softmax_top_k(x, 4)[0]), lowered.ROWS
     linear = functools.partial(jaxsoftmax.linear_cross_entropy, reduction="sum")
     operands = {"hidden": lowered.HIDDEN, "weight": lowered.WEIGHT, "labels": lowered.LABELS}

@@ -1,4 +1,4 @@
-"""The Jensen-Shannon divergence: to float64's formula, and its derivatives."""
+"""The Jensen-Shannon divergence: to float64's, on the reference and on emulated kernels."""
 
 import functools
 import math
@@ -12,111 +12,244 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 
-from ..support import cases, oracle
-from ..support.divergence.cases import OPTIONS, PAIRS, options_of, pairs
+from ..support import cases, kernels, oracle
+from ..support.divergence import calls
+from ..support.divergence.calls import DERIVED, DTYPES, both, in_turn, operands, shared
+from ..support.divergence.cases import OPTIONS, PAIRS, options_of, pair_of, pairs
 from ..support.divergence.oracle import js_divergence as truth
+from ..support.emulator import emulating
 from ..support.meshes import make_mesh
 
+FORWARD, BACKWARD, STATE = "js_divergence_forward_mosaic", "js_divergence_vjp_mosaic", "logsumexp_forward_mosaic"
+divergence_and_gradients = functools.partial(calls.divergence_and_gradients, jaxsoftmax.js_divergence)
+PLAIN = (-1, None, None, None)  # axis, mask and scales
 
-@pytest.mark.parametrize("weight", [0.5, 0.2, 0, 1])
+
+def check(weight, *arguments, **options):
+    """Holds results to the truth; `options` are those of the call, and the last argument may wrap it."""
+    *arguments, run = arguments
+    run = functools.partial(run, weight=weight, **options)
+    calls.check(functools.partial(truth, weight=weight), *arguments, run)
+
+
+@pytest.mark.parametrize("weight", [0.5, 0.2, 0, 1, 1e-3])
 @pytest.mark.parametrize(("dtype", "y_dtype"), [("float32", "float32"), ("bfloat16", "float16")])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_divergences_are_within_the_budget(options, dtype, y_dtype, weight):
-    kinds = [kind for kind in PAIRS if options in ("plain", "where", "rows") or "inf" not in kind]
-    x, y = pairs(kinds, (5, 300), dtype, y_dtype)
-    where, *scales = options_of(options, x.shape)
-    squeezed = [of if of is None or np.ndim(of) == 0 else np.squeeze(of, -1) for of in scales]
-    value = jaxsoftmax.js_divergence(x, y, where=where, weight=weight, p_scale=squeezed[0], q_scale=squeezed[1])
-    seen = np.broadcast_to(where[:, None], x.shape) if options == "rows" else where
-    assert np.all(np.asarray(value) >= 0)
-    assert oracle.error(value, truth(x, y, weight, -1, seen, scale=scales[0], y_scale=scales[1])) <= 1
+def test_divergences_and_gradients_of_the_reference(options, dtype, y_dtype, weight):
+    x, y = pairs(PAIRS if options in ("plain", "where", "rows") else PAIRS[:7], (5, 300), dtype, y_dtype)
+    check(weight, x, y, -1, *options_of(options, x.shape), divergence_and_gradients)
+
+
+@pytest.mark.parametrize(("options", "dtype", "y_dtype", "cols"), in_turn())
+def test_divergences_and_gradients_of_kernels(options, dtype, y_dtype, cols):
+    kinds = PAIRS if options in ("plain", "where", "rows") else PAIRS[:7]
+    x, y = pairs(kinds if cols < 5000 else ["one-hot", "near"], (1, cols), dtype, y_dtype)
+    weight = 0.5 if dtype == y_dtype else 0.3
+    with emulating() as ran:
+        check(weight, x, y, -1, *options_of(options, x.shape), divergence_and_gradients, implementation="mosaic")
+    assert set(ran) == {FORWARD, BACKWARD}
+
+
+@pytest.mark.parametrize(
+    ("options", "cols", "width"), [("scales", 7, 24), ("where", 300, 24), ("plain", 3000, 40), ("plain", 9000, 16)]
+)
+def test_kernels_along_another_axis(options, cols, width):
+    x, y = pair_of("wide", (2 if cols < 3000 else 1, cols, width), "bfloat16", "float32")
+    with emulating() as ran:
+        check(0.3, x, y, 1, *options_of(options, x.shape, 1), divergence_and_gradients, implementation="mosaic")
+    assert set(ran) == {FORWARD, BACKWARD}
+
+
+@pytest.mark.parametrize("options", ["plain", "scales"])
+def test_rows_that_no_cluster_holds(options):
+    x, y = pair_of("wide", (1, 140_001), "float32", "float32")
+    with emulating() as ran:
+        check(0.3, x, y, -1, *options_of(options, x.shape), divergence_and_gradients, implementation="mosaic")
+    assert set(ran) == {STATE, BACKWARD}
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic"])
+@pytest.mark.parametrize("weight", [0.5, 0.3, 1e-40])
+@pytest.mark.parametrize("cols", [64, 5001])
+def test_equal_softmaxes_have_none(cols, weight, implementation):
+    x, _ = pair_of("wide", (3, cols), "float32", "float32")
+    with emulating():
+        f = functools.partial(jaxsoftmax.js_divergence, x, weight=weight, implementation=implementation)
+        np.testing.assert_array_equal(f(x), 0)
+        other = np.asarray(f(np.where(np.arange(cols) < cols // 2, -np.inf, x)))
+    assert np.all(np.isfinite(other))
+    assert np.all(other >= 0)
+
+
+def test_softmaxes_near_each_other():
+    """The reference loses nothing to cancellation: divergences are near 1e-7."""
+    x, y = pair_of("near", (20, 300), "float32", "float32")
+    expected = truth(x, y).value.value
+    assert np.all(expected < 1e-6)
+    np.testing.assert_allclose(jaxsoftmax.js_divergence(x, y, implementation="xla"), expected, rtol=0.01)
+
+
+# Special rows.
+
+INF, NAN = np.inf, np.nan
+
+
+def finite_divergence(p, q):
+    """Computes the divergence of probabilities, for a weight of 0.5."""
+    p, q = np.float64(p), np.float64(q)
+    return sum(0.5 * of * math.log(of / (0.5 * (a + b))) for a, b in zip(p, q, strict=True) for of in (a, b) if of > 0)
+
+
+SPECIAL = {
+    "one class": ([2.0], [3.0], 0),
+    "-inf in both": ([0, 1, -INF], [1, 2, -INF], 0),
+    "-inf in p": ([0, -INF, -INF], [0, 0, -INF], finite_divergence([1, 0], [0.5, 0.5])),
+    "-inf in q": ([0, 0, 0], [0, -INF, 0], finite_divergence([1 / 3] * 3, [0.5, 0, 0.5])),
+    "no class in both": ([0, -INF], [-INF, 0], math.log(2)),
+    "a weight of 0 where q is 0": ([0, 0, -1e5], [3, 3, -INF], 0),
+    "weights of 0 far apart": ([0, -1e5, -3e38], [0, -3e38, -1e5], 0),
+    "all -inf in p": ([-INF, -INF], [0, 0], NAN),
+    "all -inf in q": ([0, 0], [-INF, -INF], NAN),
+    "all -inf in both": ([-INF, -INF], [-INF, -INF], NAN),
+    "+inf in p": ([INF, 0], [0, 0], NAN),
+    "+inf in q where p is 0": ([0, -INF], [0, INF], NAN),
+    "NaN in p": ([NAN, 0], [0, 0], NAN),
+    "NaN in q where p is 0": ([0, -INF], [0, NAN], NAN),
+}
+# Special rows at the ends of wide ones, or alone.
+PLACES = {"alone": 0, "in a warp": 64, "in a block": 1024, "in a cluster": 33000, "in passes": 140_000}
+
+
+@pytest.mark.parametrize("implementation", ["xla", "mosaic"])
+@pytest.mark.parametrize("place", PLACES)
+def test_special_rows(place, implementation):
+    if implementation == "mosaic" and place == "alone":
+        return
+    filler = PLACES[place]
+    width = max(len(x) for x, _, _ in SPECIAL.values()) + filler
+    x, y = np.full((2, len(SPECIAL), width), -INF, np.float32)
+    for row, (p, q, _) in enumerate(SPECIAL.values()):
+        x[row, :1], y[row, :1] = p[0], q[0]
+        x[row, width - len(p) + 1 :], y[row, width - len(p) + 1 :] = p[1:], q[1:]
+    f = functools.partial(jaxsoftmax.js_divergence, implementation=implementation)
+    with emulating():
+        value, pull = jax.vjp(f, x, y)
+        gradients = list(map(np.asarray, pull(jnp.ones_like(value))))
+    np.testing.assert_allclose(value, [expected for *_, expected in SPECIAL.values()], atol=1e-6)
+    for row, (name, (_, _, expected)) in enumerate(SPECIAL.items()):
+        for of, gradient in zip((x, y), gradients, strict=True):
+            if np.isfinite(expected):
+                assert np.all(np.isfinite(gradient[row])), name
+                assert np.all(gradient[row][np.isneginf(of[row])] == 0), name
+            else:
+                assert np.any(np.isnan(gradient[row])), name
+
+
+@pytest.mark.parametrize("weight", [0, 0.5, 1])
+def test_rows_in_which_nothing_takes_part(weight):
+    x, y = pair_of("normal", (3, 4), "float32", "float32")
+    x[1], y[2] = NAN, NAN
+    for where in (np.array([True, False, False]), np.array([[True] * 4, [False] * 4, [False] * 4])):
+        with jax.debug_nans(True):
+            f = functools.partial(loss, where=where, weight=weight)
+            value, gradients = jax.value_and_grad(f, (0, 1))(x, y)
+        np.testing.assert_allclose(value, jaxsoftmax.js_divergence(x[0], y[0], weight=weight), rtol=1e-6)
+        np.testing.assert_array_equal(np.asarray(gradients)[:, 1:], 0)
+    assert np.isnan(jaxsoftmax.js_divergence(x, y, weight=weight)[1])
+    np.testing.assert_array_equal(jaxsoftmax.js_divergence(np.ones((2, 0)), np.ones((2, 0))), [0, 0])
+
+
+def test_rounding_below_0_is_cut_off():
+    x, _ = pair_of("normal", (2000, 40), "float32", "float32")
+    for weight in (0.3, 0.5):
+        values = np.asarray(jaxsoftmax.js_divergence(x, x + np.float32(1e-5), weight=weight))
+        assert np.min(values) == 0
+        assert np.max(values) < 1e-13
+
+
+# Derivatives of any order.
 
 
 def plain(x, y, scale, y_scale, weight=0.3):
     log_p, log_q = (jax.nn.log_softmax(each * jnp.expand_dims(of, -1)) for each, of in ((x, scale), (y, y_scale)))
     log_m = jnp.logaddexp(log_p + math.log(weight), log_q + math.log(1 - weight))
-    terms = weight * jnp.exp(log_p) * (log_p - log_m) + (1 - weight) * jnp.exp(log_q) * (log_q - log_m)
-    return jnp.sum(terms, -1)
+    terms = (
+        share * jnp.where(jnp.isneginf(log), 0, jnp.exp(log) * (log - log_m))
+        for share, log in ((weight, log_p), (1 - weight, log_q))
+    )
+    return jnp.sum(sum(terms), -1)
 
 
 def ours(x, y, scale, y_scale, **options):
     return jaxsoftmax.js_divergence(x, y, weight=0.3, p_scale=scale, q_scale=y_scale, **options)
 
 
-def both(f, *given):
-    return f(*given), jax.grad(lambda *given: jnp.sum(jnp.sin(3 * f(*given))), (0, 1, 2, 3))(*given)
-
-
-def operands(classes=9):
-    rng = np.random.default_rng(0)
-    return *rng.standard_normal((2, 8, classes)), *rng.standard_normal((2, 8))
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", DERIVED)
+def test_transformations(name):
+    found, expected = (jax.jit(DERIVED[name](f))(*operands()) for f in (ours, plain))
+    oracle.assert_same_in_float64(found, expected)
 
 
 @pytest.mark.usefixtures("x64")
-def test_derivatives():
-    def moved(f, *given):
-        return jax.jvp(functools.partial(both, f), given, tuple(map(jnp.cos, given)))
-
-    oracle.assert_same_in_float64(*(jax.jit(functools.partial(moved, f))(*operands()) for f in (ours, plain)))
-    x, _, scale, _ = operands()  # of equal softmaxes
-    oracle.assert_same_in_float64(*(jax.jit(functools.partial(moved, f))(x, x, scale, scale) for f in (ours, plain)))
+def test_dtypes_of_results_and_gradients():
+    for dtype, y_dtype, kind in (("bfloat16", "float16", "float32"), ("float32", "float64", "float64")):
+        x, y = pair_of("normal", (2, 5), dtype, y_dtype)
+        value, pull = jax.vjp(jaxsoftmax.js_divergence, x, y)
+        assert [value.dtype, *(each.dtype for each in pull(value))] == [kind, dtype, y_dtype]
 
 
-def test_special_rows():
-    inf, nan = np.inf, np.nan
-    x = np.float32([[0, 1, -inf], [0, -inf, -inf], [0, 0, -inf], [-inf] * 3, [0, inf, 0], [nan, 0, 0], [1, 2, 3]])
-    y = np.float32([[0, 1, -inf], [-inf, 0, -inf], [0, -inf, -inf], [0] * 3, [0, 0, 0], [0, 0, 0], [1, 2, 3]])
-    value, pull = jax.vjp(jaxsoftmax.js_divergence, x, y)
-    mixed = 0.5 * (0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(2)) + 0.5 * math.log(1 / 0.75)
-    np.testing.assert_allclose(value, [0, math.log(2), mixed, nan, nan, nan, 0], atol=1e-6)
-    for gradient in pull(jnp.ones_like(value)):
-        assert np.all(np.isfinite(gradient[:3]))
-        np.testing.assert_array_equal(np.where(np.isneginf(x) & np.isneginf(y), gradient, 0)[:3], 0)
-    where = np.array([True, False])
-    with jax.debug_nans(True):
-        f = functools.partial(jaxsoftmax.js_divergence, where=where)
-        value, gradient = jax.value_and_grad(lambda x: jnp.sum(f(x, y[1::4])))(x[1::4])
-    np.testing.assert_allclose(value, math.log(2), rtol=1e-6)
-    np.testing.assert_array_equal(gradient[1], 0)
-    np.testing.assert_array_equal(jaxsoftmax.js_divergence(np.ones((2, 0)), np.ones((2, 0))), [0, 0])
+# Classes that devices share.
+
+NAMES = ["values and gradients", "second derivatives", "gradients by q"]
 
 
 @pytest.mark.usefixtures("hollow_kernels", "x64")
 @pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
-def test_classes_in_a_shard_map(check_vma):
+@pytest.mark.parametrize(
+    "derived", [lambda f: functools.partial(both, f), DERIVED["second derivatives"], DERIVED["gradients by q"]], ids=NAMES
+)
+def test_classes_in_a_shard_map(check_vma, derived):
     with jax.set_mesh(make_mesh(AxisType.Auto)):
         specs = P("data", "model"), P("data", "model"), P("data"), P("data")
         sharded = functools.partial(ours, axis_name="model")
         f = jax.shard_map(sharded, in_specs=specs, out_specs=P("data"), check_vma=check_vma)
-        found = jax.jit(functools.partial(both, f))(*operands(64))
-    oracle.assert_same_in_float64(found, jax.jit(functools.partial(both, ours))(*operands(64)))
+        found = jax.jit(derived(f))(*shared())
+    oracle.assert_same_in_float64(found, jax.jit(derived(ours))(*shared()))
 
 
 @pytest.mark.usefixtures("hollow_kernels", "x64")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_classes_that_are_sharded(kind):
+@pytest.mark.parametrize("name", ["gradients", "second derivatives"])
+def test_classes_that_are_sharded(kind, name):
     mesh = make_mesh(kind)
     with jax.set_mesh(mesh):
         specs = P("data", "model"), P("data", "model"), P("data"), P("data")
-        given = [jax.device_put(each, NamedSharding(mesh, spec)) for each, spec in zip(operands(64), specs, strict=True)]
-        found = jax.device_get(jax.jit(functools.partial(both, ours))(*given))
-    oracle.assert_same_in_float64(found, jax.jit(functools.partial(both, ours))(*operands(64)))
+        given = [jax.device_put(each, NamedSharding(mesh, spec)) for each, spec in zip(shared(), specs, strict=True)]
+        found = jax.device_get(jax.jit(DERIVED[name](ours))(*given))
+    oracle.assert_same_in_float64(found, jax.jit(DERIVED[name](ours))(*shared()))
 
 
-@pytest.mark.parametrize(
-    ("weight", "error", "words"),
-    [(1.5, ValueError, "js_divergence: weight must be from 0 to 1"), ("a", TypeError, "js_divergence: weight must be")],
-)
-def test_bad_weights(weight, error, words):
-    with pytest.raises(error, match=words):
-        jaxsoftmax.js_divergence(np.zeros((2, 3), np.float32), np.zeros((2, 3), np.float32), weight=weight)
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("where", [None, "classes", "rows"])
+@pytest.mark.parametrize(("kind", "classes"), [(AxisType.Auto, 64), (AxisType.Auto, 63), (AxisType.Explicit, 64)], ids=str)
+def test_states_of_parts_are_merged(kind, classes, where):
+    """An implementation computes the gradients of parts, also where the last device has fewer classes."""
+    mesh = make_mesh(kind)
+    x, y, *scales = (each[..., :classes] if each.ndim == 2 else each for each in shared())
+    rng = np.random.default_rng(5)
+    masks = {"classes": rng.random((1, classes)) < 0.7, "rows": np.arange(8) % 3 > 0}
+    f = functools.partial(both, functools.partial(ours, where=masks.get(where)))
 
+    def run(x, y, *scales):
+        sharding = NamedSharding(mesh, P("data", "model"))
+        reshard = jax.lax.with_sharding_constraint if kind is AxisType.Auto else jax.reshard
+        return f(reshard(x, sharding), reshard(y, sharding), *scales)
 
-def test_states_are_computed_by_kernels():
-    x = jax.ShapeDtypeStruct((64, 50257), jnp.bfloat16)
-    decisions = jaxsoftmax.explain(jaxsoftmax.js_divergence, x, x, gpu="h100")
-    assert {decision.primitive for decision in decisions} == {"logsumexp"}
-    cases.assert_all_run_on("mosaic", decisions)
+    with kernels.plugged_in_local("divergence") as local, jax.set_mesh(mesh):
+        found = jax.device_get(jax.jit(run)(x, y, *scales))
+    assert (2, 32) in {shapes[0] for shapes in local.shapes}
+    oracle.assert_same_in_float64(found, jax.jit(f)(x, y, *scales))
 
 
 def test_arrays_that_explicit_axes_shard_differently():
@@ -134,3 +267,125 @@ def test_arrays_that_explicit_axes_shard_differently():
         assert [jax.typeof(each).sharding.spec for each in found[1]] == [*specs]
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+# Arguments, and what runs.
+
+
+@pytest.mark.parametrize(
+    ("weight", "error", "words"),
+    [(1.5, ValueError, "js_divergence: weight must be from 0 to 1"), ("a", TypeError, "js_divergence: weight must be")],
+)
+def test_bad_weights(weight, error, words):
+    with pytest.raises(error, match=words):
+        jaxsoftmax.js_divergence(np.zeros((2, 3), np.float32), np.zeros((2, 3), np.float32), weight=weight)
+
+
+def loss(x, y, **options):
+    return jnp.sum(jaxsoftmax.js_divergence(x, y, **options))
+
+
+def test_kernels_run_unless_they_cannot():
+    x, y = (jax.ShapeDtypeStruct((64, 50257), dtype) for dtype in ("bfloat16", "float32"))
+    for argnums in (0, 1, (0, 1)):
+        decisions = jaxsoftmax.explain(jax.value_and_grad(functools.partial(loss, p_scale=0.5), argnums), x, y, gpu="h100")
+        assert [decision.primitive for decision in decisions] == ["js_divergence", "js_divergence_vjp"]
+        cases.assert_all_run_on("mosaic", decisions)
+    (decision,) = jaxsoftmax.explain(loss, x, y, gpu="a100")
+    assert decision.implementation == "xla"
+
+
+def test_kernels_run_in_a_shard_map():
+    x, y = (jax.ShapeDtypeStruct((64, 8192), dtype) for dtype in ("bfloat16", "float32"))
+    with jax.set_mesh(make_mesh(AxisType.Auto)):
+        f = functools.partial(jaxsoftmax.js_divergence, axis_name="model")
+        sharded = jax.shard_map(f, in_specs=(P("data", "model"),) * 2, out_specs=P("data"))
+        gradients = jax.grad(lambda x, y: jnp.sum(sharded(x, y)), (0, 1))
+        decisions = jaxsoftmax.explain(gradients, x, y, gpu="h100")
+    assert [decision.primitive for decision in decisions] == ["logsumexp", "logsumexp", "js_divergence_vjp"]
+    cases.assert_all_run_on("mosaic", decisions)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "words"),
+    [
+        ((64, 8192), "bfloat16", "a block a row, 128 threads a block, rows in shared memory"),
+        ((64, 151936), "bfloat16", "a cluster of 8 blocks a row, 256 threads a block, rows in shared memory"),
+        ((64, 131072), "float32", "a cluster of 16 blocks a row, 256 threads a block, rows in shared memory"),
+        (
+            (64, 151936),
+            "float32",
+            "log-sum-exps first: a cluster of 4 blocks a row, 128 threads a block, rows read in a loop; XLA",
+        ),
+        (
+            (64, 2**20),
+            "bfloat16",
+            "log-sum-exps first: a cluster of 8 blocks a row, 256 threads a block, rows read in a loop; XLA",
+        ),
+        ((4, 2**20, 64), "float32", "rows read in a loop; XLA reads both arrays again"),
+    ],
+)
+def test_rows_are_held_if_a_cluster_can(shape, dtype, words):
+    x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    f = functools.partial(loss, axis=1)
+    decisions = jaxsoftmax.explain(jax.value_and_grad(f, (0, 1)), x, x, gpu="h200")
+    cases.assert_all_run_on("mosaic", decisions)
+    assert words in decisions[0].plan
+    assert "XLA" not in decisions[1].plan
+
+
+@pytest.mark.usefixtures("hollow_kernels")
+@pytest.mark.parametrize("by", [(), 0, 1, (0, 1)])
+@pytest.mark.parametrize("shape", [(64, 37), (8, 1024), (3, 50257), (2, 2**20 + 1)])
+def test_each_call_is_one_kernel_forward_and_one_backward(shape, by):
+    x, y = (jax.ShapeDtypeStruct(shape, dtype) for dtype in ("bfloat16", "float32"))
+    f = functools.partial(loss, implementation="mosaic")
+    forward = [STATE, STATE] if shape[1] > 2**20 else [FORWARD]
+    kernels.lowered_for_cuda(f if by == () else jax.value_and_grad(f, by), x, y, kernels=forward + [BACKWARD] * (by != ()))
+
+
+# On a GPU.
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("dtype", "y_dtype"), DTYPES)
+@pytest.mark.parametrize("cols", [2, 37, 130, 1000, 2000, 4096, 9001, 32768, 50257, 151936, 2**20 + 1])
+def test_native_divergences_and_gradients(cols, dtype, y_dtype):
+    for k, options in enumerate(OPTIONS):
+        kinds = PAIRS if options in ("plain", "where", "rows") else PAIRS[:7]
+        x, y = pairs(kinds if cols < 2**20 else ["one-hot", "near"], (5 if cols < 2**20 else 1, cols), dtype, y_dtype)
+
+        def run(x, y, cotangent, *arguments, **more):
+            return jax.jit(lambda *arrays: divergence_and_gradients(*arrays, *arguments, **more))(x, y, cotangent)
+
+        check((0.5, 0.3)[k % 2], x, y, -1, *options_of(options, x.shape), run, implementation="mosaic")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("shape", [(3, 7, 130), (2, 300, 24), (1, 5000, 256), (1, 40000, 64)], ids=str)
+def test_native_rows_along_another_axis(shape):
+    for k, options in enumerate(OPTIONS):
+        x, y = pair_of("wide", shape, *DTYPES[k % 4])
+        check(0.3, x, y, 1, *options_of(options, x.shape, 1), divergence_and_gradients, implementation="mosaic")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("implementation", ["xla", "mosaic"])
+def test_native_equal_softmaxes_have_none(implementation):
+    x, _ = pair_of("wide", (3, 5001), "bfloat16", "bfloat16")
+    np.testing.assert_array_equal(jaxsoftmax.js_divergence(x, x, weight=0.3, implementation=implementation), 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("cols", [300, 5001, 50257])
+def test_native_rows_have_the_same_bits_wherever_they_are(cols):
+    x, y = pair_of("wide", (1, cols), "bfloat16", "bfloat16")
+    f = jax.jit(functools.partial(divergence_and_gradients, implementation="mosaic"), static_argnums=(3, 4, 5, 6))
+    alone = f(x, y, np.ones(1, np.float32), *PLAIN)
+    many = f(*(np.tile(each, (7, 1)) for each in (x, y)), np.ones(7, np.float32), *PLAIN)
+    for one, several in zip(alone, many, strict=True):
+        np.testing.assert_array_equal(np.broadcast_to(one, several.shape), several)

@@ -1450,13 +1450,13 @@ def test_cells_of_log_probs():
     cells = log_probs.cells()
     assert [cell.name for cell in cells[:2]] == ["copy forward float32 32768x4096", "copy forward bfloat16 32768x4096"]
     divided = [cell for cell in cells if cell.options == "divided=1"]
-    assert len(cells) == 2 + 3 * 2 * (2 * 4 + 1 + 4) + 6 * 5 * 2 + 4 * 2
+    assert len(cells) == 2 + 3 * 2 * (2 * 4 + 1 + 2 * 4) + 6 * 5 * 2 + 4 * 2
     for cell in divided:
         peer = "jax.random" if cell.op == "categorical" else "jax.nn"
         assert [contender.name for contender in cell.contenders] == [OURS, peer, "undivided"]
     for cell in cells[2 : -len(divided)]:
         passes = 3 if cell.pass_ == BOTH else 1
-        if cell.op == "kl":
+        if cell.op in ("kl", "js"):
             passes = {"": 2, "by=p": 5, "by=q": 5, "by=pq": 6}[cell.options]
         assert cell.bytes == passes * cell.shape[0] * cell.shape[1] * (4 if cell.dtype == "float32" else 2)
         names = list(dict.fromkeys(contender.name for contender in cell.contenders))
@@ -1473,6 +1473,7 @@ TINY_LOG_PROBS = {cell.name: cell for cell in log_probs.cells(((6, 301),)) if ce
         f"log_probs {BOTH} float32 6x301 entropy=1 scales=1",
         f"ppo {BOTH} float32 6x301",
         f"kl {BOTH} bfloat16 6x301 by=pq",
+        f"js {BOTH} bfloat16 6x301 by=pq",
         "log_softmax forward bfloat16 6x301 divided=1",
         f"cross_entropy {BOTH} bfloat16 6x301 divided=1",
         slow=[
@@ -1481,6 +1482,7 @@ TINY_LOG_PROBS = {cell.name: cell for cell in log_probs.cells(((6, 301),)) if ce
             "categorical forward bfloat16 6x301 divided=1",
             *(f"log_probs forward bfloat16 6x301 entropy=1{scale}" for scale in ("", " scale=0.7", " scales=1")),
             "kl forward float32 6x301",
+            "js forward float32 6x301",
             f"kl {BOTH} float32 6x301 by=q",
         ],
     ),

@@ -86,7 +86,7 @@ def test_the_report_is_short_on_hopper(monkeypatch, count):
         monkeypatch.setattr(installed, "version", lambda package: "0.11.2")
     with kernels.hollow():
         text = installed.report("h100")
-    assert_is_short(text, 10 + max(count - 1, 0))
+    assert_is_short(text, 11 + max(count - 1, 0))
     assert text.count("mosaic") == 1
     assert "not mosaic" not in text
     assert "On H100 (compute capability 9.0, 132 multiprocessors) calls in bfloat16 run on\n" in text

@@ -48,7 +48,7 @@ from jaxsoftmax._gpu.emit import (
 )
 from jaxsoftmax._gpu.rows.memory import Elements, Memory, Steps, filled, placed
 from jaxsoftmax._gpu.rows.plan import ColumnPlan
-from jaxsoftmax._gpu.rows.tile import LOWEST, Tile
+from jaxsoftmax._gpu.rows.tile import LOWEST, Pairs, Tile
 from jaxsoftmax.online import State
 
 _AT_ONCE = 8  # the most turns of `ColumnTile._fold_turns` that are no loop
@@ -211,6 +211,14 @@ class ColumnTile(Tile):
         sums = self._sum(values) if callable(values) else values
         return self._exchange(exchange, self._add_sums, sums)[0]
 
+    def sum_both(self, pairs: Pairs, exchange: int = 0) -> list[jax.Array]:
+        return self._exchange(exchange, self._add_both, *self._sums(pairs))
+
+    def merge_both(self, state: State, other: State, scale=None, other_scale=None, exchange: int = 0) -> tuple[State, State]:
+        function = functools.partial(self._merge_both, scale, other_scale)
+        m, d, other_m, other_d = self._exchange(exchange, function, *state[:2], *other[:2])
+        return State(m, d), State(other_m, other_d)
+
     def merge_differences(
         self, state: State, other: State, sums: jax.Array, scale=None, other_scale=None, exchange: int = 0
     ) -> tuple[State, State, jax.Array]:
@@ -221,8 +229,8 @@ class ColumnTile(Tile):
     def _exchange(self, number: int, function, *parts):
         """Merges some values of each row over all warps of the block, and then over all blocks of the cluster.
 
-        `function` is `_merge_states`, `_merge_with_exponents`, `_merge_differences` or `_add_sums`. Exchanges take turns with
-        two buffers, as those of `RowTile`.
+        `function` is `_merge_states`, `_merge_both`, `_merge_with_exponents`, `_merge_differences`, `_add_sums` or `_add_both`.
+        Exchanges take turns with two buffers, as those of `RowTile`.
         """
         plan = self.memory.plan
         slots = self.places_of_exchange(number, len(parts))
@@ -263,8 +271,11 @@ class ColumnTile(Tile):
         of_rows = (self._fold_turns(count, jnp.add, functools.partial(lowered, part), 0) for part in range(2))
         return m, *(jnp.sum(part, 1) for part in of_rows)
 
+    def _merge_both(self, scale, other_scale, count, maxima, d, other_maxima, other_d):
+        return *self._merge_states(scale, count, maxima, d), *self._merge_states(other_scale, count, other_maxima, other_d)
+
     def _merge_differences(self, scale, other_scale, count, maxima, d, other_maxima, other_d, sums):
-        states = *self._merge_states(scale, count, maxima, d), *self._merge_states(other_scale, count, other_maxima, other_d)
+        states = self._merge_both(scale, other_scale, count, maxima, d, other_maxima, other_d)
         m, other_m = self.along(states[0]), self.along(states[2])
         size, other_size = (None if each is None else self.along(each) for each in (scale, other_scale))
         pairs = ((maxima, LOWEST), (d, 0), (sums, 0), (other_maxima, LOWEST), (other_d, 0))
@@ -278,6 +289,9 @@ class ColumnTile(Tile):
 
     def _add_sums(self, count, sums, _=None):
         return [jnp.sum(self._fold_turns(count, jnp.add, self._by_turn(count, sums, 0), 0), 1)]
+
+    def _add_both(self, count, *sums):
+        return [self._add_sums(count, part)[0] for part in sums]
 
     def _turns(self, count) -> int:
         """Returns the number of turns in which the places of a warp take one value each, for all `count` values."""

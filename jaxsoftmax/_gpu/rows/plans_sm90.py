@@ -65,7 +65,7 @@ def _rows(problem: RowProblem, target: Target) -> RowPlan | Refusal:
     registers, which are fastest, a thread holds up to 128 bytes of a row. Where that takes too many threads, and in 16 bits
     where rows do not start with a line of the cache, rows are in shared memory, with up to 192 elements for each thread. A
     multiprocessor then has several blocks: some load while others store. Long rows are shared by the blocks of a cluster,
-    longer ones by the grid. Long rows that are read once and not written are held nowhere.
+    longer ones by the grid. Long rows that are read once and not written are held nowhere, unless a second sum needs the first.
     """
     cols, itemsize, is_streamed = problem.cols, problem.widest, not problem.written
     widest, operands = 16 // itemsize, len(problem.read)
@@ -74,7 +74,7 @@ def _rows(problem: RowProblem, target: Target) -> RowPlan | Refusal:
         return RowPlan(cols, widest, WARP, unroll=_steps_of_a_piece(problem), is_stored=False)
     if cols * itemsize <= _bytes_in_a_warp(problem) or (cols <= 1024 and vector < widest):
         return _within_a_warp(problem, vector)
-    if is_streamed and not problem.has_mask and cols > (8192 if itemsize == 4 else 20480):
+    if is_streamed and problem.n_exchanges == 1 and not problem.has_mask and cols > (8192 if itemsize == 4 else 20480):
         threads = 256 if cols * itemsize > 2**20 else 128
         # Entropies of 8192 x 151936 bfloat16 take 612 us by a block a row, 634 by two, 706 by four (H200). If rows are few,
         # several are faster.
@@ -85,7 +85,8 @@ def _rows(problem: RowProblem, target: Target) -> RowPlan | Refusal:
     # A thread has too few registers for both the scores and their exponentials, or for the mask, of longer rows.
     few = problem.is_masked or problem.keeps_scores
     in_registers = 131072 if (itemsize, operands) == (4, 1) and has_whole_lines else _IN_REGISTERS[itemsize, operands]
-    if cols <= (8192 if few else in_registers) and (has_whole_lines or itemsize == 4 or problem.is_masked):
+    is_short = problem.fits_registers and cols <= (8192 if few else in_registers)
+    if is_short and (has_whole_lines or itemsize == 4 or problem.is_masked):
         per_thread = 128 // itemsize  # elements
         most_threads = 512 if itemsize == 4 and (has_whole_lines or problem.reduces != "nothing") else 256
         threads = min(most_threads, max(128, _power(cols / per_thread)))

@@ -44,6 +44,9 @@ _LN2, _LOG2E = math.log(2), math.log2(math.e)
 # Numbers that are added up beside a state: a function of a step and of its scores.
 Addends = Callable[[Any, jax.Array], jax.Array]
 
+# Two numbers for each element, as functions of a step.
+Pairs = Callable[[Any], tuple[jax.Array, jax.Array]]
+
 LOWEST = float(np.finfo(np.float32).min)
 _WEIGHTLESS = 140  # a distance to the largest score at which a weight is 0
 _FAR = 1e30  # a size of scores of 16 bits from which any two that differ are further apart than that
@@ -133,6 +136,13 @@ class Tile:
             return self.lift(scores, scale), self._sum(lambda step: addends(step, scores(step)))
         state, (sums,) = self._push(scores, scale, addends)
         return state, sums
+
+    def lift_both(self, scores: Steps, others: Steps, scale=None, other_scale=None) -> tuple[State, State]:
+        """Computes `lift` of scores and of other scores, all held. Maxima are finite, or `inf`."""
+        maxima = self._maxima(self._top(scores), self._top(others))
+        (weights, alike), (other_weights, other_alike) = map(self.weights, maxima, (scale, other_scale))
+        d, other_d = self._sums(lambda step: (weights(scores(step)), other_weights(others(step))))
+        return State(maxima[0], d * alike), State(maxima[1], other_d * other_alike)
 
     def lift_with_exponents(self, scores: Steps, scale=None) -> tuple[State, jax.Array]:
         """Computes `lift`, and for `merge_with_exponents` the sums of weights times their exponents; scores are read once.
@@ -344,6 +354,17 @@ class Tile:
             total = functools.reduce(jnp.add, map(values, range(plan.steps)))
         return self.of_places(total)
 
+    def _sums(self, pairs: Pairs) -> list[jax.Array]:
+        """Sums two values of each element that a warp holds of each row."""
+        zeros = [self.accumulator(0), self.accumulator(0)]
+
+        def add(steps, *totals):
+            for step in steps:
+                totals = [total + value for total, value in zip(totals, pairs(step), strict=True)]
+            return totals
+
+        return list(map(self.of_places, self._fold(add, zeros)))
+
     # Rows.
 
     def merge(self, state: State, scale=None, exchange: int = 0) -> State:
@@ -362,6 +383,14 @@ class Tile:
         self, state: State, other: State, sums: jax.Array, scale=None, other_scale=None, exchange: int = 0
     ) -> tuple[State, State, jax.Array]:
         """Merges what `lift_differences` returns to that of the rows, in the exchange of this number."""
+        raise NotImplementedError
+
+    def merge_both(self, state: State, other: State, scale=None, other_scale=None, exchange: int = 0) -> tuple[State, State]:
+        """Computes `merge` of both states that `lift_both` returns, in the exchange of this number."""
+        raise NotImplementedError
+
+    def sum_both(self, pairs: Pairs, exchange: int = 0) -> list[jax.Array]:
+        """Sums two values of each element of the rows, in the exchange of this number."""
         raise NotImplementedError
 
     def places_of_exchange(self, number: int, count: int) -> list[Any]:
@@ -465,6 +494,12 @@ class RowTile(Tile):
         _, sums, _ = online.lower_differences(maxima, d, sums, other_maxima, other_d, merged.m, other_merged.m, **scales)
         return merged, other_merged, jnp.sum(sums)
 
+    def merge_both(self, state: State, other: State, scale=None, other_scale=None, exchange: int = 0) -> tuple[State, State]:
+        if not self.memory.plan.takes_block:
+            return state, other
+        maxima, d, other_maxima, other_d = self._exchange(exchange, *state[:2], *other[:2])
+        return self._merged(State(maxima, d), scale), self._merged(State(other_maxima, other_d), other_scale)
+
     def merge_along(self, states: State, scale=None) -> State:
         """Computes `online.merge_along` of states, `[n]` that each warp has, or `[4, n]`, a row for each, alike in all lanes.
 
@@ -489,6 +524,10 @@ class RowTile(Tile):
     def sum(self, values: Steps | jax.Array, exchange: int = 0) -> jax.Array:
         sums = self._sum(values) if callable(values) else values
         return jnp.sum(self._exchange(exchange, sums)[0]) if self.memory.plan.takes_block else sums
+
+    def sum_both(self, pairs: Pairs, exchange: int = 0) -> list[jax.Array]:
+        sums = self._sums(pairs)
+        return list(map(jnp.sum, self._exchange(exchange, *sums))) if self.memory.plan.takes_block else sums
 
     def of_places(self, sums: jax.Array) -> jax.Array:
         """Sums over the lanes of each warp.

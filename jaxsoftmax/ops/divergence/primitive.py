@@ -1,4 +1,4 @@
-"""The Kullback-Leibler divergence of two softmaxes as a JAX primitive, and its derivatives as primitives.
+"""Divergences of two softmaxes as JAX primitives, and their derivatives as primitives.
 
 The scores of a row are `s = scale * x` and `t = y_scale * y`, with `p = softmax(s)` and `q = softmax(t)`. Where
 `u = s - max s`, `v = t - max t`, `d = sum(exp(u))`, `y_d = sum(exp(v))` and `sums = sum(exp(u) * (u - v))`,
@@ -14,6 +14,16 @@ An entry whose `exp(u)` is 0 adds 0. Rounding below 0 is cut off. The derivative
 The tangent of the divergence is `a - b * sums / d + c`. Results that depend on a state do not depend on how it is split into a
 maximum and a sum, so `m` and `y_m` count as constants. With `of_scores` tangents and cotangents are those of the scores.
 
+The Jensen-Shannon divergence has the parameter `weight`, the share `w` of `p` in the mixture `r = w * p + (1 - w) * q`, between
+0 and 1. Where `f = log(p / r)` and `g = log(q / r)`,
+
+    js_divergence      w * sum(p * f) + (1 - w) * sum(q * g), and with `return_state` m, d, y_m, y_d, sum(p * f) and sum(q * g)
+    js_divergence_jvp  a = sum(w * p * f * t + (1 - w) * q * g * y_t), b = sum(p * t) and c = sum(q * y_t)
+    js_divergence_vjp  (a * w * f + b) * p * ds/dx   and   (a * (1 - w) * g + c) * q * dt/dy
+
+The tangent of the divergence is `a - b * w * sum(p * f) - c * (1 - w) * sum(q * g)`: what `r` adds cancels, because the
+tangents of `p` and of `q` sum to 0. Those of the two sums, for higher derivatives, are `jax.jvp` of the reference.
+
 All operands have the same axes. `counts`, `scale`, `y_scale`, operands of states and results of rows have size 1 along `axes`;
 `where` and the scales may have size 1 along others too. A row that does not count, as `counts` says, gives 0; `where` must mask
 all of it.
@@ -22,14 +32,18 @@ Parameters of all primitives are `axes`, `dtype` (of the results) and `implement
 or "xy": the gradients that it computes; that by `y` has the dtype `y_dtype`.
 """
 
+import functools
+from dataclasses import replace
+
 import jax
 from jax import lax
 
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.operation import Operand, Operation
 from jaxsoftmax._core.primitive import bind, define, set_jvp, set_transpose
+from jaxsoftmax.ops.divergence import xla
 from jaxsoftmax.ops.divergence.implementations import DIVERGENCE_FAMILY
-from jaxsoftmax.ops.divergence.problem import DivergenceProblem
+from jaxsoftmax.ops.divergence.problem import DivergenceProblem, MixtureProblem
 from jaxsoftmax.ops.softmax.xla import scores_tangent, tangent_of_sum
 
 _X = Operand("x", is_scores=True, may_be_one=False)
@@ -43,10 +57,10 @@ def _row_shape(operands, axes):
     return tuple([1 if axis in axes else size for axis, size in enumerate(operands["x"].shape)])
 
 
-def _of_rows(operands, *, axes, dtype, return_state, **params):
+def _of_rows(n_saved, operands, *, axes, dtype, return_state, **params):
     del params
     shape, state = _row_shape(operands, axes), accumulator(operands["x"].dtype, operands["y"].dtype, dtype)
-    return [jax.ShapeDtypeStruct(shape, kind) for kind in (dtype, *[state] * (5 * return_state))]
+    return [jax.ShapeDtypeStruct(shape, kind) for kind in (dtype, *[state] * (n_saved * return_state))]
 
 
 def _numbers(operands, *, axes, dtype, **params):
@@ -65,7 +79,7 @@ KL_DIVERGENCE = define(
         DIVERGENCE_FAMILY,
         "kl_divergence",
         (_X, _Y, *_OPTIONS, _M.called("counts")),
-        _of_rows,
+        functools.partial(_of_rows, 5),
         problem=DivergenceProblem,
     )
 )
@@ -89,6 +103,11 @@ KL_DIVERGENCE_VJP = define(
         problem=DivergenceProblem,
     )
 )
+JS_DIVERGENCE = define(
+    replace(KL_DIVERGENCE, name="js_divergence", types=functools.partial(_of_rows, 6), problem=MixtureProblem)
+)
+JS_DIVERGENCE_JVP = define(replace(KL_DIVERGENCE_JVP, name="js_divergence_jvp", problem=MixtureProblem))
+JS_DIVERGENCE_VJP = define(replace(KL_DIVERGENCE_VJP, name="js_divergence_vjp", problem=MixtureProblem))
 
 
 def tangents_of_scores(operands, tangents):
@@ -115,7 +134,7 @@ def tangents_of_results(divergence, d, sums, y_d, a, b, c, moves):
     return tangent, tangent_of_sum(d, b), tangent_of_sum(d, a + b), tangent_of_sum(y_d, c)
 
 
-def _jvp(operands, tangents, *, return_state, **params):
+def _kl_jvp(operands, tangents, *, return_state, **params):
     """Computes results and tangents."""
     results = bind(KL_DIVERGENCE, operands, return_state=True, **params)
     divergence, m, d, sums, y_m, y_d = results
@@ -129,22 +148,56 @@ def _jvp(operands, tangents, *, return_state, **params):
     return results, [tangent, None, *of_state[:2], None, of_state[2]]
 
 
-def _transpose_of_jvp(cotangents, operands, types, *, dtype, **params):
+def _js_jvp(operands, tangents, *, return_state, weight, **params):
+    """Computes results and tangents."""
+    results = bind(JS_DIVERGENCE, operands, return_state=True, weight=weight, **params)
+    found, of_scores = tangents_of_scores(operands, tangents)
+    saved = {name: operand for name, operand in operands.items() if name != "counts"}
+    saved |= dict(zip(("m", "d", "y_m", "y_d"), results[1:5], strict=True))
+    numbers = bind(JS_DIVERGENCE_JVP, saved | found, weight=weight, of_scores=of_scores, **params)
+    tangent = tangent_of_mixture(weight, results, numbers)
+    if not return_state:
+        return results[:1], [tangent]
+    of_d, of_y_d, *of_sums = tangents_of_sums(weight, params["axes"], saved, tangents, numbers)
+    return results, [tangent, None, of_d, None, of_y_d, *of_sums]
+
+
+def tangent_of_mixture(weight, results, numbers):
+    """Computes the tangent of the Jensen-Shannon divergence from numbers of rows and saved results."""
+    (a, b, c), (sums, y_sums) = numbers, results[5:]
+    return a - weight * sums * b - (1 - weight) * y_sums * c
+
+
+def tangents_of_sums(weight, axes, saved, tangents, numbers):
+    """Computes the tangents of `d`, of `y_d`, and of both sums over the mixture, or of their parts on this device."""
+    _, b, c = numbers
+    moving = tangents | {"d": tangent_of_sum(saved["d"], b), "y_d": tangent_of_sum(saved["y_d"], c)}
+
+    def sums_of(primals):
+        return xla.sums_of_mixture(weight, axes, saved | primals)
+
+    of_sums = jax.jvp(sums_of, ({name: saved[name] for name in moving},), (moving,))[1]
+    return [moving["d"], moving["y_d"], *of_sums]
+
+
+def _transpose_of_jvp(vjp, cotangents, operands, types, *, dtype, **params):
     del dtype
     dtypes = {name: types[of].dtype for name, of in (("x", "t"), ("y", "y_t")) if of in types}
     by, numbers = "".join(dtypes), dict(zip("abc", cotangents, strict=True))
     dtype, y_dtype = dtypes.get("x", dtypes.get("y")), dtypes.get("y")
-    results = bind(KL_DIVERGENCE_VJP, operands | numbers, by=by, dtype=dtype, y_dtype=y_dtype, **params)
+    results = bind(vjp, operands | numbers, by=by, dtype=dtype, y_dtype=y_dtype, **params)
     return dict(zip([{"x": "t", "y": "y_t"}[name] for name in by], results, strict=True))
 
 
-def _transpose_of_vjp(cotangents, operands, types, *, by, dtype, y_dtype, **params):
+def _transpose_of_vjp(jvp, cotangents, operands, types, *, by, dtype, y_dtype, **params):
     kind = accumulator(operands["x"].dtype, operands["y"].dtype, dtype)
     tangents = dict(zip([{"x": "t", "y": "y_t"}[name] for name in by], cotangents, strict=True))
-    numbers = bind(KL_DIVERGENCE_JVP, operands | tangents, dtype=kind, **params)
+    numbers = bind(jvp, operands | tangents, dtype=kind, **params)
     return {name: number for name, number in zip("abc", numbers, strict=True) if name in types}
 
 
-set_jvp(KL_DIVERGENCE, _jvp)
-set_transpose(KL_DIVERGENCE_JVP, _transpose_of_jvp)
-set_transpose(KL_DIVERGENCE_VJP, _transpose_of_vjp)
+set_jvp(KL_DIVERGENCE, _kl_jvp)
+set_jvp(JS_DIVERGENCE, _js_jvp)
+for _jvp, _vjp in ((KL_DIVERGENCE_JVP, KL_DIVERGENCE_VJP), (JS_DIVERGENCE_JVP, JS_DIVERGENCE_VJP)):
+    set_transpose(_jvp, functools.partial(_transpose_of_jvp, _vjp))
+    set_transpose(_vjp, functools.partial(_transpose_of_vjp, _jvp))

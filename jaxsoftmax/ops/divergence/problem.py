@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -12,6 +12,10 @@ from jaxsoftmax._core.row_problem import RowProblem, RowwiseProblem, is_along
 @dataclass(frozen=True, eq=False)
 class DivergenceProblem(RowwiseProblem):
     """A problem of kl_divergence, or of a primitive that its gradient needs."""
+
+    n_exchanges: ClassVar[int] = 1
+    exchanged: ClassVar[int] = 5
+    fits_registers: ClassVar[bool] = True
 
     @functools.cached_property
     def written(self) -> list[Any]:
@@ -30,6 +34,17 @@ class DivergenceProblem(RowwiseProblem):
             has_mask=is_along(self.operands.get("where"), axes),
             needs_end=not self.operands.keys().isdisjoint(("scale", "y_scale")),
             reduces="nothing" if needs_nothing else "exponents",
-            n_exchanges=0 if needs_nothing else 1,
-            exchanged=2 if needs_nothing else 5,
+            n_exchanges=0 if needs_nothing else self.n_exchanges,
+            exchanged=2 if needs_nothing else self.exchanged,
+            fits_registers=self.fits_registers,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class MixtureProblem(DivergenceProblem):
+    """A problem of js_divergence, or of a primitive that its gradient needs: its sums need the states of whole rows."""
+
+    n_exchanges: ClassVar[int] = 2
+    exchanged: ClassVar[int] = 4
+    # Rows of 4096 to 8192 entries would take 180 to 255 registers. In shared memory they take up to 100.
+    fits_registers: ClassVar[bool] = False

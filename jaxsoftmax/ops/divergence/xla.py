@@ -1,4 +1,4 @@
-"""The reference: the divergence of two softmaxes and its derivatives in plain `jax.numpy`, on every platform.
+"""The reference: divergences of two softmaxes and their derivatives in plain `jax.numpy`, on every platform.
 
 `primitive.py` describes the operands, the parameters and the results.
 """
@@ -8,6 +8,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.implementation import ReferencePlan
@@ -67,26 +68,106 @@ def results_of(m, d, sums, y_m, y_d, counts, *, dtype, return_state):
     return [divergence, m, d, sums, y_m, y_d] if return_state else [divergence]
 
 
-@functools.partial(jax.checkpoint, static_argnums=(0, 1))
-def sum_of_mixture(weight, axes, first, second, where):
-    """Computes the Jensen-Shannon divergence of rows, or its part that their entries on this device add.
+def js_divergence(x, y, where, scale, y_scale, counts, *, axes, dtype, weight, return_state=False):
+    """Computes the divergence, and with `return_state` the states of both rows and both divergences from the mixture."""
+    acc = accumulator(x.dtype, y.dtype, dtype)
+    states = *state_of(x, where, scale, axes, acc), *state_of(y, where, y_scale, axes, acc)
+    operands = {"x": x, "y": y, "where": where, "scale": scale, "y_scale": y_scale}
+    return results_of_states(states, operands, counts, axes=axes, dtype=dtype, weight=weight, return_state=return_state)
 
-    `first` and `second` are the logits, their state `(m, d)` and their scale. A derivative computes the entries again, so that
+
+def js_divergence_jvp(x, y, m, d, y_m, y_d, t, y_t, where, scale, y_scale, *, axes, dtype, weight, of_scores=False):
+    """Computes `sum(w * p * f * t + (1 - w) * q * g * y_t)`, `sum(p * t)` and `sum(q * y_t)`; tangents may be None."""
+    p, q, *logs = _shares(weight, x, y, m, d, y_m, y_d, where, scale, y_scale)
+    numbers = [jnp.zeros_like(d)] * 3
+    for k, own, log, tangent, factor in ((1, p, weight * logs[0], t, scale), (2, q, (1 - weight) * logs[1], y_t, y_scale)):
+        if tangent is not None:
+            weighted = own * select(own != 0, _moved(tangent, m, factor, of_scores), 0)
+            numbers[0], numbers[k] = numbers[0] + sum_along(weighted * log, axes), sum_along(weighted, axes)
+    return [number.astype(dtype) for number in numbers]
+
+
+def js_divergence_vjp(
+    x, y, m, d, y_m, y_d, a, b, c, where, scale, y_scale, *, axes, dtype, y_dtype, by, weight, of_scores=False
+):
+    """Computes `(a * w * f + b) * p * ds/dx` and `(a * (1 - w) * g + c) * q * dt/dy`. A number that is None counts as 0."""
+    del axes  # the states hold the sums over rows
+    a, b, c = (jnp.zeros_like(d) if number is None else number.astype(d.dtype) for number in (a, b, c))
+    p, q, of_p, of_q = _shares(weight, x, y, m, d, y_m, y_d, where, scale, y_scale)
+    gradients = {
+        "x": _moved((a * weight * of_p + b) * p, m, scale, of_scores).astype(dtype),
+        "y": _moved((a * (1 - weight) * of_q + c) * q, m, y_scale, of_scores).astype(y_dtype),
+    }
+    return [gradients[name] for name in by]
+
+
+def results_of_states(states, operands, counts, *, axes, dtype, weight, return_state=False, axis_name=()):
+    """Computes the results of `js_divergence` from the states of rows, and from `operands` that are read for it.
+
+    If devices along `axis_name` share the rows, each has the operands of its part.
+    """
+    m, d, y_m, y_d = states if counts is None else _counted(counts, states[::2], states[1::2])
+    sums, y_sums = sums_of_mixture(weight, axes, operands | {"m": m, "d": d, "y_m": y_m, "y_d": y_d})
+    if axis_name:
+        sums, y_sums = lax.psum((sums, y_sums), axis_name)
+    return results_of_mixture(m, d, y_m, y_d, sums, y_sums, None, dtype=dtype, weight=weight, return_state=return_state)
+
+
+def results_of_mixture(m, d, y_m, y_d, sums, y_sums, counts, *, dtype, weight, return_state):
+    """Computes the results of `js_divergence` from states and sums of rows; 0 for rows that do not count."""
+    if counts is not None:
+        m, d, y_m, y_d = _counted(counts, (m, y_m), (d, y_d))
+        sums, y_sums = (jnp.where(counts, number, 0) for number in (sums, y_sums))
+    is_state = (d > 0) & (d < jnp.inf) & (y_d > 0) & (y_d < jnp.inf)
+    sums, y_sums = (jnp.where(is_state, number, jnp.nan) for number in (sums, y_sums))
+    divergence = jnp.maximum(weight * sums + (1 - weight) * y_sums, 0).astype(dtype)
+    return [divergence, m, d, y_m, y_d, sums, y_sums] if return_state else [divergence]
+
+
+def _counted(counts, maxima, sums):
+    """Returns states `(m, d)`, one behind the other, with 0 and 1 for rows that do not count."""
+    pairs = zip(maxima, sums, strict=True)
+    return [jnp.where(counts, number, k) for pair in pairs for k, number in enumerate(pair)]
+
+
+@functools.partial(jax.checkpoint, static_argnums=(0, 1))
+def sums_of_mixture(weight, axes, operands):
+    """Computes `sum(p * f)` and `sum(q * g)` of rows, or the part of them that the entries on this device add.
+
+    `operands` are both arrays and states, the mask and the scales, by name. A derivative computes the entries again, so that
     none of them is kept.
     """
+    p, q, of_p, of_q = _shares(weight, **dict.fromkeys(("where", "scale", "y_scale")) | operands)
+    return [sum_along(p * of_p, axes), sum_along(q * of_q, axes)]
+
+
+def _shares(weight, x, y, m, d, y_m, y_d, where, scale, y_scale):
+    """Returns `p` and `q`, 0 where they are masked, and the logarithms of their quotients by the mixture, finite everywhere."""
     logs = []
-    for x, m, d, scale in (first, second):
-        logs.append(saved_exponent(select(where, x, 0), m, scale) - jnp.log(d))
+    for own, maximum, total, factor in ((x, m, d, scale), (y, y_m, y_d, y_scale)):
+        logs.append(saved_exponent(select(where, own, 0), maximum, factor) - jnp.log(total))
     p, q = (select(where, jnp.exp(log), 0) for log in logs)
-    if weight in (0, 1):
-        return sum_along(0 * (p + q), axes)
-    # Where one of them is 0, the mixture is the share of the other. The difference would be infinite, or NaN.
+    # Where one of them is 0, the mixture is the share of the other. The distance would be infinite, or NaN.
     are_finite = jnp.isfinite(logs[0]) & jnp.isfinite(logs[1])
     distance = jnp.where(are_finite, logs[1], 0) - jnp.where(are_finite, logs[0], 0)
-    log_w, log_v = math.log(weight), math.log1p(-weight)
-    of_p = jnp.where(are_finite, -jnp.logaddexp(log_w, log_v + distance), -log_w)
-    of_q = jnp.where(are_finite, -jnp.logaddexp(log_w - distance, log_v), -log_v)
-    return sum_along(weight * p * of_p + (1 - weight) * q * of_q, axes)
+    of_p, of_q = _logs_of_quotients(weight, distance)
+    return p, q, jnp.where(are_finite, of_p, -math.log(weight)), jnp.where(are_finite, of_q, -math.log1p(-weight))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _logs_of_quotients(weight, distance):
+    """Computes `log(p / r)` and `log(q / r)` from `log(q / p)`. Both are near 0 where that is, without cancellation."""
+    shares = (weight, 1 - weight)
+    greater, lesser = (jnp.where(distance < 0, *pair).astype(distance.dtype) for pair in (shares, shares[::-1]))
+    part = greater + lesser * jnp.exp(-jnp.abs(distance))  # of the mixture in the greater one
+    above = -jnp.where(part > 0.5, jnp.log1p(lesser * jnp.expm1(-jnp.abs(distance))), jnp.log(part))
+    return above - jnp.maximum(distance, 0), above + jnp.minimum(distance, 0)
+
+
+@_logs_of_quotients.defjvp
+def _jvp_of_quotients(weight, primals, tangents):
+    of_p, of_q = _logs_of_quotients(weight, *primals)
+    return (of_p, of_q), (-(1 - weight) * jnp.exp(of_q) * tangents[0], weight * jnp.exp(of_p) * tangents[0])
 
 
 def _exponents(x, y, m, y_m, where, scale, y_scale):
@@ -108,6 +189,9 @@ _FUNCTIONS = {
     "kl_divergence": kl_divergence,
     "kl_divergence_jvp": kl_divergence_jvp,
     "kl_divergence_vjp": kl_divergence_vjp,
+    "js_divergence": js_divergence,
+    "js_divergence_jvp": js_divergence_jvp,
+    "js_divergence_vjp": js_divergence_vjp,
 }
 
 

@@ -726,5 +726,6 @@ _PLAIN: dict[str, Callable[..., Any]] = _OF_ATTRIBUTES | {
     "math.exp": np.exp,
     "math.exp2": np.exp2,
     "math.log": np.log,
+    "math.log2": np.log2,
     "math.fma": arithmetic.fma,
 }
