@@ -339,3 +339,11 @@ def test_samples_behind_a_factor_are_those_of_the_reference(dtype, divides, cols
     expected = jax.jit(functools.partial(both, "xla"))(x)
     for actual, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(actual, other, rtol=1e-5, atol=1e-5)
+
+
+def test_samples_of_a_quotient_of_16_bits_are_those_of_the_exact_one():
+    x = jnp.asarray(3 * np.random.default_rng(0).standard_normal((6, 5003)), jnp.bfloat16)
+    numbers = jnp.asarray([0.7, 0.3, 1.7, 2.2, 5, 0.9], jnp.bfloat16)[:, None]
+    draw = functools.partial(jaxsoftmax.categorical, jax.random.key(3))
+    found = emulated(lambda x: draw(x / numbers, implementation="mosaic"), x, kernels=[DRAWN])
+    np.testing.assert_array_equal(found, draw(x.astype(jnp.float32) / numbers.astype(jnp.float32), implementation="xla"))

@@ -56,8 +56,10 @@ def _plan_samples(problem: TopKProblem, target: Target) -> Plan | Refusal:
         return Refusal(reason)
     if "where" in problem.operands:
         return Refusal("it takes no where")
-    if problem.is_product and (problem.is_rounded_product or not _is_plain_draw(problem)):
-        return Refusal("with a factor it takes no filters, and no product of 16 bits")
+    if problem.is_product and not _is_plain_draw(problem):
+        return Refusal("with a factor it takes no filters")
+    if problem.is_rounded_product and problem.needs_state:  # log-probabilities are those of the rounded scores
+        return Refusal("with a product of 16 bits it gives no state")
     return _unless_refused(plan_sampling(problem, target), target, _slower_samples(problem))
 
 
