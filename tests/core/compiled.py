@@ -460,9 +460,10 @@ def divergence_cases() -> Iterator[Case]:
             if isinstance(plan, Refusal) and plan.plan is None:
                 continue
             plan = plan.plan if isinstance(plan, Refusal) else plan
-            if isinstance(plan, divergence.PassesPlan):  # of softmax's kernels
+            rows = plan.sums if isinstance(plan, divergence.PassesPlan) else plan
+            if rows is None:  # all kernels are softmax's
                 continue
-            key = (operation.name, dtype, y_dtype, masked, options.get("by"), *_of_layout(plan.row_plan))
+            key = (operation.name, dtype, y_dtype, masked, options.get("by"), rows is plan, *_of_layout(rows.row_plan))
             size = f"{cols}{f'x{inner}' if inner > 1 else ''}"
             name = f"divergence {operation.name} {options.get('by', '')} {dtype} {y_dtype} {size}"
             yield Case(f"{name} {masked or ''}", key, functools.partial(_run_plan, plan), given)

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
+from jaxsoftmax.ops.divergence import mosaic_sm90
 
 from ..support import cases, kernels, oracle
 from ..support.divergence import calls
@@ -21,6 +22,7 @@ from ..support.emulator import emulating
 from ..support.meshes import make_mesh
 
 FORWARD, BACKWARD, STATE = "js_divergence_forward_mosaic", "js_divergence_vjp_mosaic", "logsumexp_forward_mosaic"
+SUMS = "js_divergence_sums_mosaic"
 divergence_and_gradients = functools.partial(calls.divergence_and_gradients, jaxsoftmax.js_divergence)
 PLAIN = (-1, None, None, None)  # axis, mask and scales
 
@@ -65,7 +67,18 @@ def test_rows_that_no_cluster_holds(options):
     x, y = pair_of("wide", (1, 140_001), "float32", "float32")
     with emulating() as ran:
         check(0.3, x, y, -1, *options_of(options, x.shape), divergence_and_gradients, implementation="mosaic")
-    assert set(ran) == {STATE, BACKWARD}
+    assert set(ran) == {STATE, SUMS, BACKWARD}
+
+
+@pytest.mark.parametrize(
+    ("options", "cols", "dtype"), [("scales", 20_500, "bfloat16"), ("rows", 9001, "float32"), ("where", 9001, "float32")]
+)
+def test_passes_over_rows_that_are_read_in_a_loop(options, cols, dtype, monkeypatch):
+    monkeypatch.setattr(mosaic_sm90, "_holds", lambda plan: False)
+    x, y = pairs(["one-hot", "near"], (1, cols), dtype, dtype)
+    with emulating() as ran:
+        check(0.3, x, y, -1, *options_of(options, x.shape), divergence_and_gradients, implementation="mosaic")
+    assert set(ran) == {STATE, SUMS, BACKWARD}
 
 
 @pytest.mark.parametrize("implementation", ["xla", "mosaic"])
@@ -315,14 +328,14 @@ def test_kernels_run_in_a_shard_map():
         (
             (64, 151936),
             "float32",
-            "log-sum-exps first: a cluster of 4 blocks a row, 128 threads a block, rows read in a loop; XLA",
+            "128 threads a block, rows read in a loop; both arrays are read again: a cluster of 4 blocks a row",
         ),
         (
             (64, 2**20),
             "bfloat16",
-            "log-sum-exps first: a cluster of 8 blocks a row, 256 threads a block, rows read in a loop; XLA",
+            "256 threads a block, rows read in a loop; both arrays are read again: a cluster of 8 blocks a row",
         ),
-        ((4, 2**20, 64), "float32", "rows read in a loop; XLA reads both arrays again"),
+        ((4, 2**20, 64), "float32", "rows read in a loop; both arrays are read again: a cluster of 16 blocks a tile"),
     ],
 )
 def test_rows_are_held_if_a_cluster_can(shape, dtype, words):
@@ -340,7 +353,7 @@ def test_rows_are_held_if_a_cluster_can(shape, dtype, words):
 def test_each_call_is_one_kernel_forward_and_one_backward(shape, by):
     x, y = (jax.ShapeDtypeStruct(shape, dtype) for dtype in ("bfloat16", "float32"))
     f = functools.partial(loss, implementation="mosaic")
-    forward = [STATE, STATE] if shape[1] > 2**20 else [FORWARD]
+    forward = [STATE, STATE, SUMS] if shape[1] > 2**20 else [FORWARD]
     kernels.lowered_for_cuda(f if by == () else jax.value_and_grad(f, by), x, y, kernels=forward + [BACKWARD] * (by != ()))
 
 

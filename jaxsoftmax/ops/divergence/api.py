@@ -124,9 +124,9 @@ def js_divergence(
 
     The arithmetic is float32, or float64 if one of the two arrays is float64. On NVIDIA Hopper GPUs a kernel reads each array
     once, if a cluster of blocks holds both rows: up to 131,072 entries, or 409,600 if both arrays have 16 bits. For longer rows
-    kernels compute the log-sum-exps, and XLA reads both arrays again. The gradient reads each array once more, and writes one
-    or two arrays, those that are asked for. The divergence can be differentiated with respect to both arrays and both scales,
-    any number of times, in forward and reverse mode.
+    kernels compute the log-sum-exps, and another one reads both arrays again. The gradient reads each array once more, and
+    writes one or two arrays, those that are asked for. The divergence can be differentiated with respect to both arrays and
+    both scales, any number of times, in forward and reverse mode.
 
     The roundings of scores cancel, so that the absolute error is a few roundings of 1, and less on the reference where the
     divergence is near 0. Equal softmaxes from equal logits have exactly 0. Rounding below 0 is cut off, and derivatives do not

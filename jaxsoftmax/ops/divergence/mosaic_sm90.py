@@ -17,14 +17,14 @@ The Jensen-Shannon divergence:
 3. Backward, each element gets `(a * w * log(p / r) + b) * p`, and `(a * (1 - w) * log(q / r) + c) * q`.
 
 So each array is read once forward. Backward each is read once, and one or two gradients are written once. If no cluster holds
-the rows of the second divergence, softmax's kernels compute both states, and XLA reads both arrays again.
+the rows of the second divergence, softmax's kernels compute both states, and a kernel reads both arrays again for the sums.
+XLA does so if there is a mask.
 
 Source: Milakov and Gimelshein 2018, arXiv:1805.02867, for the states.
 """
 
-import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -33,6 +33,7 @@ import numpy as np
 
 from jaxsoftmax import online
 from jaxsoftmax._core.implementation import Plan, Refusal
+from jaxsoftmax._core.row_problem import RowProblem
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu import rows
 from jaxsoftmax._gpu.rows.kernel import Inside, Mask, PerRow, RowKernel, RowOperand, Whole
@@ -56,7 +57,12 @@ class DivergencePlan:
 
     problem: DivergenceProblem
     row_plan: RowPlan | ColumnPlan  # how rows are distributed over threads
+    pass_rows: RowProblem | None = None  # the rows of one pass of several; None for those of the problem
     remark = None
+
+    @property
+    def rows(self) -> RowProblem:
+        return self.problem.rows if self.pass_rows is None else self.pass_rows
 
     def describe(self) -> str:
         return self.row_plan.describe()
@@ -95,22 +101,29 @@ def _holds(plan: RowPlan | ColumnPlan | Refusal) -> bool:
 
 @dataclass(frozen=True)
 class PassesPlan:
-    """Runs `js_divergence` of rows that no cluster holds: softmax's kernels for both states, and XLA for the sums."""
+    """Runs `js_divergence` of rows that no cluster holds: softmax's kernels for both states, and one for the sums, or XLA."""
 
     problem: DivergenceProblem
     states: tuple[Plan, Plan]
+    sums: DivergencePlan | None  # None if XLA computes them
     remark = None
 
     def describe(self) -> str:
         first, second = (plan.describe() for plan in self.states)
-        return f"log-sum-exps first: {first if first == second else f'{first}; {second}'}; XLA reads both arrays again"
+        again = "XLA" if self.sums is None else self.sums.describe()
+        return f"log-sum-exps first: {first if first == second else f'{first}; {second}'}; both arrays are read again: {again}"
 
     def run(self, **operands: Any) -> list[jax.Array]:
         counts, states = operands.pop("counts", None), []
         for plan, names in zip(self.states, _NAMES, strict=True):
             states += plan.run(**_renamed(operands, names))[1:]
-        params = {name: self.problem.params[name] for name in ("axes", "dtype", "weight", "return_state")}
-        return xla.results_of_states(states, operands, counts, **params)
+        params = {name: self.problem.params[name] for name in ("dtype", "weight", "return_state")}
+        if self.sums is None:
+            return xla.results_of_states(states, operands, counts, axes=self.problem.params["axes"], **params)
+        operands = dict.fromkeys(("where", "scale", "y_scale")) | operands
+        sums, y_sums = _js_divergence_sums(self.sums, states, **operands)
+        m, d, y_m, y_d = states
+        return xla.results_of_mixture(m, d, y_m, y_d, sums, y_sums, counts, **params)
 
 
 _NAMES = ("x", "where", "scale"), ("y", "where", "y_scale")
@@ -130,7 +143,12 @@ def _plan_passes(problem: DivergenceProblem, target: Target) -> PassesPlan | Ref
         if isinstance(state, Refusal):
             return state
         plans.append(state)
-    return PassesPlan(problem, (plans[0], plans[1]))
+    rows = replace(problem.rows, reduces="sum", n_exchanges=1, exchanged=2, fits_registers=True)
+    sums = plan_rows(rows, target)
+    again = None if isinstance(sums, Refusal) else DivergencePlan(problem, sums, rows)
+    if again is not None and again.row_plan.persistent_blocks:  # blocks of the grid tell each other one number
+        again = None
+    return PassesPlan(problem, (plans[0], plans[1]), again)
 
 
 def _kl_divergence(plan: DivergencePlan, x, y, where, scale, y_scale, counts):
@@ -184,24 +202,41 @@ def _kl_divergence_vjp(plan: DivergencePlan, x, y, where, scale, y_scale, m, d, 
 def _js_divergence(plan: DivergencePlan, x, y, where, scale, y_scale, counts):
     """Computes the divergence, and if asked for the states of both rows and both divergences from the mixture."""
     params = plan.problem.params
-    shares = functools.partial(_shares, params["weight"])
 
     def body(tile, x, y, inside, where, scale, y_scale):
         (scores, size), (others, y_size) = _directed(tile, x, y, inside, where, scale, y_scale)
         state, other = tile.merge_both(*tile.lift_both(scores, others, size, y_size), size, y_size)
         log_p, log_q = _log_weights(tile, state.m, state.d, size), _log_weights(tile, other.m, other.d, y_size)
-
-        def terms(step):
-            p, q, of_p, of_q = shares(log_p(scores(step)), log_q(others(step)))
-            return p * of_p, q * of_q
-
-        sums = [_LN2 * total for total in tile.sum_both(terms, exchange=1)]
-        return [online.shift(state.m), state.d, online.shift(other.m), other.d, *sums]
+        sums = tile.sum_both(_terms(params["weight"], log_p, log_q, scores, others), exchange=1)
+        return [online.shift(state.m), state.d, online.shift(other.m), other.d, *(_LN2 * total for total in sums)]
 
     operands = x, y, where, scale, y_scale
     m, d, y_m, y_d, sums, y_sums = _launch(plan, "js_divergence_forward", body, operands, {}, [jnp.float32] * 6)
     options = {name: params[name] for name in ("dtype", "weight", "return_state")}
     return xla.results_of_mixture(m, d, y_m, y_d, sums, y_sums, counts, **options)
+
+
+def _js_divergence_sums(plan: DivergencePlan, states, x, y, where, scale, y_scale):
+    """Computes both divergences from the mixture, from states of rows."""
+    weight = plan.problem.params["weight"]
+
+    def body(tile, x, y, m, d, y_m, y_d, inside, where, scale, y_scale):
+        (scores, size), (others, y_size) = _directed(tile, x, y, inside, where, scale, y_scale)
+        log_p, log_q = _log_weights(tile, m, d, size), _log_weights(tile, y_m, y_d, y_size)
+        return [_LN2 * total for total in tile.sum_both(_terms(weight, log_p, log_q, scores, others))]
+
+    of_rows = _per_row(dict(zip(("m", "d", "y_m", "y_d"), states, strict=True)))
+    return _launch(plan, "js_divergence_sums", body, (x, y, where, scale, y_scale), of_rows, [jnp.float32] * 2)
+
+
+def _terms(weight, log_p, log_q, scores, others):
+    """Returns what each element adds to both sums, in base 2, as a function of a step."""
+
+    def terms(step):
+        p, q, of_p, of_q = _shares(weight, log_p(scores(step)), log_q(others(step)))
+        return p * of_p, q * of_q
+
+    return terms
 
 
 def _js_divergence_vjp(plan: DivergencePlan, x, y, where, scale, y_scale, m, d, y_m, y_d, **numbers):
@@ -277,16 +312,19 @@ def _directed(tile, x, y, inside, where, scale, y_scale):
 def _launch_vjp(plan: DivergencePlan, name: str, body, operands, states, numbers) -> list[jax.Array]:
     of_rows = dict(zip(("m", "d", "y_m", "y_d"), states, strict=True))
     of_rows |= {name: jnp.zeros_like(states[1]) if number is None else number for name, number in numbers.items()}
-    of_rows = {name: PerRow(array, jnp.float32) for name, array in of_rows.items()}
-    return _launch(plan, name, body, operands, of_rows)
+    return _launch(plan, name, body, operands, _per_row(of_rows))
+
+
+def _per_row(arrays) -> dict[str, PerRow]:
+    return {name: PerRow(array, jnp.float32) for name, array in arrays.items()}
 
 
 def _launch(plan: DivergencePlan, name: str, body, operands, of_rows, per_row=()) -> list[jax.Array]:
     problem, (x, y, where, scale, y_scale) = plan.problem, operands
     arrays: dict[str, RowOperand | None] = {of: Whole(array, -jnp.inf, jnp.float32) for of, array in (("x", x), ("y", y))}
     arrays |= of_rows
-    arrays["inside"] = Inside() if problem.rows.needs_end else None
+    arrays["inside"] = Inside() if plan.rows.needs_end else None
     arrays["where"] = None if where is None else Mask(where)
     arrays |= {"scale": factor_operand(scale), "y_scale": factor_operand(y_scale)}
-    kernel = RowKernel(f"{name}_mosaic", body, arrays, problem.rows, problem.written, per_row)
+    kernel = RowKernel(f"{name}_mosaic", body, arrays, plan.rows, problem.written, per_row)
     return rows.launch(kernel, plan.row_plan)
