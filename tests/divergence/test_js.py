@@ -94,6 +94,27 @@ def test_equal_softmaxes_have_none(cols, weight, implementation):
     assert np.all(other >= 0)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "mosaic"])
+@pytest.mark.parametrize("weight", [0.5, 1e-40])
+def test_the_lowest_numbers_weigh_nothing(weight, implementation):
+    """Values and gradients are those of -inf in their places, and finite, whatever the cotangent."""
+    x, y = np.float32([[0, 1, 2, 0], [-200, 0, 1, 3]]), np.float32([[0, 0.5, 1, 3], [0, -200, 1, 3]])
+
+    def both(least):
+        def f(x, y):
+            x = x.at[0, 2].set(least)
+            return jaxsoftmax.js_divergence(x, y, weight=weight, implementation=implementation)
+
+        value, pull = jax.vjp(f, jnp.asarray(x), jnp.asarray(y))
+        return value, *pull(jnp.full_like(value, 1e4))
+
+    with emulating():
+        found, expected = both(np.finfo(np.float32).min), both(-np.inf)
+    for actual, wanted in zip(found, expected, strict=True):
+        assert np.all(np.isfinite(actual))
+        np.testing.assert_allclose(actual, wanted, rtol=1e-6, atol=1e-6)
+
+
 def test_softmaxes_near_each_other():
     """The reference loses nothing to cancellation: divergences are near 1e-7."""
     x, y = pair_of("near", (20, 300), "float32", "float32")

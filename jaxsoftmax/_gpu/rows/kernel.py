@@ -51,7 +51,10 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Inside:
-    """No array: a function of a step that tells which elements are of a row; a body gets None if all are."""
+    """No array: a function of a step that tells which elements are of a row, or None for a step whose elements all are.
+
+    A body gets None instead of the function if all elements are.
+    """
 
 
 RowOperand = Whole | Mask | PerRow | Scalar | Inside

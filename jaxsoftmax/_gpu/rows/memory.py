@@ -184,7 +184,10 @@ class Memory:
         return lambda step: loaded[step] != 0
 
     def inside(self) -> Callable[[Any], jax.Array | None] | None:
-        """Tells which elements are of a row, as a function of a step to bools; None if all are, also for a step."""
+        """Returns a function of a step that tells which elements are of a row, or None for a step whose elements all are.
+
+        Returns None instead of the function if all elements are.
+        """
         plan = self.plan
         if plan.whole_steps == range(plan.steps):
             return None

@@ -1,4 +1,4 @@
-"""Divergences of two softmaxes on Hopper, for rows up to those that a cluster holds.
+"""Kernels for divergences of two softmaxes on Hopper.
 
 The Kullback-Leibler divergence:
 
@@ -33,7 +33,6 @@ import numpy as np
 
 from jaxsoftmax import online
 from jaxsoftmax._core.implementation import Plan, Refusal
-from jaxsoftmax._core.row_problem import RowProblem
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu import rows
 from jaxsoftmax._gpu.rows.kernel import Inside, Mask, PerRow, RowKernel, RowOperand, Whole
@@ -57,12 +56,7 @@ class DivergencePlan:
 
     problem: DivergenceProblem
     row_plan: RowPlan | ColumnPlan  # how rows are distributed over threads
-    pass_rows: RowProblem | None = None  # the rows of one pass of several; None for those of the problem
     remark = None
-
-    @property
-    def rows(self) -> RowProblem:
-        return self.problem.rows if self.pass_rows is None else self.pass_rows
 
     def describe(self) -> str:
         return self.row_plan.describe()
@@ -143,9 +137,8 @@ def _plan_passes(problem: DivergenceProblem, target: Target) -> PassesPlan | Ref
         if isinstance(state, Refusal):
             return state
         plans.append(state)
-    rows = replace(problem.rows, reduces="sum", n_exchanges=1, exchanged=2, fits_registers=True)
-    sums = plan_rows(rows, target)
-    again = None if isinstance(sums, Refusal) else DivergencePlan(problem, sums, rows)
+    sums = plan_rows(replace(problem.rows, reduces="sum", n_exchanges=1, exchanged=2, fits_registers=True), target)
+    again = None if isinstance(sums, Refusal) else DivergencePlan(problem, sums)
     if again is not None and again.row_plan.persistent_blocks:  # blocks of the grid tell each other one number
         again = None
     return PassesPlan(problem, (plans[0], plans[1]), again)
@@ -271,8 +264,8 @@ def _js_divergence_vjp(plan: DivergencePlan, x, y, where, scale, y_scale, m, d, 
 def _log_weights(tile, m, d, size):
     """Returns a function of scores to the logarithms of their softmax weights in base 2, finite also where a weight is 0."""
     exponents, error = tile.exponents(m, size)
-    total = tile.along(error + jnp.log2(d))
-    return lambda scores: online.bounded(exponents(scores) - total)
+    error, total = tile.along(error), tile.along(jnp.log2(d))  # not their sum: the error may be 64, and would round it
+    return lambda scores: online.bounded(exponents(scores) - error - total)
 
 
 def _shares(weight, log_p, log_q):
@@ -281,9 +274,7 @@ def _shares(weight, log_p, log_q):
     The lesser weight is a part of the greater one, so that three of the instructions that only few units of a multiprocessor
     execute are enough.
     """
-    # The logarithm of a share that float32 cannot hold would be infinite. Both are 1 together, so that equal weights give 0.
-    share = np.float32(max(min(weight, 1 - weight), 2.0**-100))
-    shares: Any = (share, 1 - share) if weight < 0.5 else (1 - share, share)
+    shares: Any = xla.shares_of_mixture(np.float32(weight))
     distance = log_q - log_p
     is_p = distance < 0  # greater
     part = jnp.exp2(-jnp.abs(distance))
@@ -323,8 +314,8 @@ def _launch(plan: DivergencePlan, name: str, body, operands, of_rows, per_row=()
     problem, (x, y, where, scale, y_scale) = plan.problem, operands
     arrays: dict[str, RowOperand | None] = {of: Whole(array, -jnp.inf, jnp.float32) for of, array in (("x", x), ("y", y))}
     arrays |= of_rows
-    arrays["inside"] = Inside() if plan.rows.needs_end else None
+    arrays["inside"] = Inside() if problem.rows.needs_end else None
     arrays["where"] = None if where is None else Mask(where)
     arrays |= {"scale": factor_operand(scale), "y_scale": factor_operand(y_scale)}
-    kernel = RowKernel(f"{name}_mosaic", body, arrays, plan.rows, problem.written, per_row)
+    kernel = RowKernel(f"{name}_mosaic", body, arrays, problem.rows, problem.written, per_row)
     return rows.launch(kernel, plan.row_plan)

@@ -198,6 +198,7 @@ def _transpose_of_vjp(jvp, cotangents, operands, types, *, by, dtype, y_dtype, *
 
 set_jvp(KL_DIVERGENCE, _kl_jvp)
 set_jvp(JS_DIVERGENCE, _js_jvp)
-for _jvp, _vjp in ((KL_DIVERGENCE_JVP, KL_DIVERGENCE_VJP), (JS_DIVERGENCE_JVP, JS_DIVERGENCE_VJP)):
-    set_transpose(_jvp, functools.partial(_transpose_of_jvp, _vjp))
-    set_transpose(_vjp, functools.partial(_transpose_of_vjp, _jvp))
+set_transpose(KL_DIVERGENCE_JVP, functools.partial(_transpose_of_jvp, KL_DIVERGENCE_VJP))
+set_transpose(KL_DIVERGENCE_VJP, functools.partial(_transpose_of_vjp, KL_DIVERGENCE_JVP))
+set_transpose(JS_DIVERGENCE_JVP, functools.partial(_transpose_of_jvp, JS_DIVERGENCE_VJP))
+set_transpose(JS_DIVERGENCE_VJP, functools.partial(_transpose_of_vjp, JS_DIVERGENCE_JVP))

@@ -42,7 +42,10 @@ class DivergenceProblem(RowwiseProblem):
 
 @dataclass(frozen=True, eq=False)
 class MixtureProblem(DivergenceProblem):
-    """A problem of js_divergence, or of a primitive that its gradient needs: its sums need the states of whole rows."""
+    """A problem of js_divergence, or of a primitive that its gradient needs.
+
+    Its sums need the states of whole rows.
+    """
 
     n_exchanges: ClassVar[int] = 2
     exchanged: ClassVar[int] = 4

@@ -4,12 +4,12 @@
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxsoftmax import online
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.implementation import ReferencePlan
 from jaxsoftmax._core.problem import Problem
@@ -145,19 +145,24 @@ def _shares(weight, x, y, m, d, y_m, y_d, where, scale, y_scale):
     """Returns `p` and `q`, 0 where they are masked, and the logarithms of their quotients by the mixture, finite everywhere."""
     logs = []
     for own, maximum, total, factor in ((x, m, d, scale), (y, y_m, y_d, y_scale)):
-        logs.append(saved_exponent(select(where, own, 0), maximum, factor) - jnp.log(total))
+        logs.append(online.bounded(saved_exponent(select(where, own, 0), maximum, factor) - jnp.log(total)))
     p, q = (select(where, jnp.exp(log), 0) for log in logs)
-    # Where one of them is 0, the mixture is the share of the other. The distance would be infinite, or NaN.
-    are_finite = jnp.isfinite(logs[0]) & jnp.isfinite(logs[1])
-    distance = jnp.where(are_finite, logs[1], 0) - jnp.where(are_finite, logs[0], 0)
-    of_p, of_q = _logs_of_quotients(weight, distance)
-    return p, q, jnp.where(are_finite, of_p, -math.log(weight)), jnp.where(are_finite, of_q, -math.log1p(-weight))
+    return p, q, *_logs_of_quotients(weight, logs[1] - logs[0])
+
+
+def shares_of_mixture(weight):
+    """Returns the shares of `p` and `q` in the mixture, 1 together, so that equal weights give 0.
+
+    The logarithm of a share that float32 cannot hold would be infinite: each share is at least 2^-100.
+    """
+    share = max(min(weight, 1 - weight), 2.0**-100)
+    return (share, 1 - share) if weight < 0.5 else (1 - share, share)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _logs_of_quotients(weight, distance):
     """Computes `log(p / r)` and `log(q / r)` from `log(q / p)`. Both are near 0 where that is, without cancellation."""
-    shares = (weight, 1 - weight)
+    shares = shares_of_mixture(weight)
     greater, lesser = (jnp.where(distance < 0, *pair).astype(distance.dtype) for pair in (shares, shares[::-1]))
     part = greater + lesser * jnp.exp(-jnp.abs(distance))  # of the mixture in the greater one
     above = -jnp.where(part > 0.5, jnp.log1p(lesser * jnp.expm1(-jnp.abs(distance))), jnp.log(part))
