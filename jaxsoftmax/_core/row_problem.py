@@ -28,6 +28,7 @@ class RowProblem:
     reduces: Literal["state", "exponents", "sum", "nothing"] = "state"
     n_exchanges: int = 1  # number of times that the kernel merges or sums over the warps of a row
     exchanged: int = 2  # most numbers that a warp tells the others of each row at one time
+    is_read_again: bool = False  # True if sums over the elements need the states of whole rows
     fits_registers: bool = True  # False if threads that hold long rows in registers need so many that few blocks run at a time
     keeps_scores: bool = False  # True if results are made of the scores, which then stay beside their exponentials
 

@@ -203,6 +203,7 @@ def row_problems(draw):
         needs_end=draw(st.booleans()),
         reduces=draw(st.sampled_from(["state", "exponents", "sum", "nothing"])),
         n_exchanges=draw(st.integers(0, 2)),
+        is_read_again=draw(st.booleans()),
         fits_registers=draw(st.booleans()),
         keeps_scores=draw(st.booleans()),
     )

@@ -74,7 +74,7 @@ def _rows(problem: RowProblem, target: Target) -> RowPlan | Refusal:
         return RowPlan(cols, widest, WARP, unroll=_steps_of_a_piece(problem), is_stored=False)
     if cols * itemsize <= _bytes_in_a_warp(problem) or (cols <= 1024 and vector < widest):
         return _within_a_warp(problem, vector)
-    if is_streamed and problem.n_exchanges == 1 and not problem.has_mask and cols > (8192 if itemsize == 4 else 20480):
+    if is_streamed and not problem.is_read_again and not problem.has_mask and cols > (8192 if itemsize == 4 else 20480):
         threads = 256 if cols * itemsize > 2**20 else 128
         # Entropies of 8192 x 151936 bfloat16 take 612 us by a block a row, 634 by two, 706 by four (H200). If rows are few,
         # several are faster.
@@ -163,7 +163,7 @@ def _is_in_pieces(problem: RowProblem) -> bool:
     if not is_whole or cols > 4096 or not _steps_of_a_piece(problem):
         return False
     if problem.reduces == "exponents":
-        return problem.n_exchanges == 1  # js_divergence of 4096 columns would spill
+        return not problem.is_read_again  # js_divergence of 4096 columns would spill
     return problem.needs_end and len(problem.read) == 1 and cols > 2048 and cols % step_cols != 0
 
 

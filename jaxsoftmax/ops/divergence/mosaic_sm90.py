@@ -137,7 +137,9 @@ def _plan_passes(problem: DivergenceProblem, target: Target) -> PassesPlan | Ref
         if isinstance(state, Refusal):
             return state
         plans.append(state)
-    sums = plan_rows(replace(problem.rows, reduces="sum", n_exchanges=1, exchanged=2, fits_registers=True), target)
+    sums = plan_rows(
+        replace(problem.rows, reduces="sum", n_exchanges=1, exchanged=2, is_read_again=False, fits_registers=True), target
+    )
     again = None if isinstance(sums, Refusal) else DivergencePlan(problem, sums)
     if again is not None and again.row_plan.persistent_blocks:  # blocks of the grid tell each other one number
         again = None

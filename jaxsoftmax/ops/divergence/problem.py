@@ -15,6 +15,7 @@ class DivergenceProblem(RowwiseProblem):
 
     n_exchanges: ClassVar[int] = 1
     exchanged: ClassVar[int] = 5
+    is_read_again: ClassVar[bool] = False
     fits_registers: ClassVar[bool] = True
 
     @functools.cached_property
@@ -36,6 +37,7 @@ class DivergenceProblem(RowwiseProblem):
             reduces="nothing" if needs_nothing else "exponents",
             n_exchanges=0 if needs_nothing else self.n_exchanges,
             exchanged=2 if needs_nothing else self.exchanged,
+            is_read_again=self.is_read_again and not needs_nothing,
             fits_registers=self.fits_registers,
         )
 
@@ -49,5 +51,6 @@ class MixtureProblem(DivergenceProblem):
 
     n_exchanges: ClassVar[int] = 2
     exchanged: ClassVar[int] = 4
+    is_read_again: ClassVar[bool] = True
     # Rows of 4096 to 8192 entries would take 180 to 255 registers. In shared memory they take up to 100.
     fits_registers: ClassVar[bool] = False
