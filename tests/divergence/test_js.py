@@ -269,21 +269,7 @@ def test_classes_that_are_sharded(kind, name):
 @pytest.mark.parametrize(("kind", "classes"), [(AxisType.Auto, 64), (AxisType.Auto, 63), (AxisType.Explicit, 64)], ids=str)
 def test_states_of_parts_are_merged(kind, classes, where):
     """An implementation computes the gradients of parts, also where the last device has fewer classes."""
-    mesh = make_mesh(kind)
-    x, y, *scales = (each[..., :classes] if each.ndim == 2 else each for each in shared())
-    rng = np.random.default_rng(5)
-    masks = {"classes": rng.random((1, classes)) < 0.7, "rows": np.arange(8) % 3 > 0}
-    f = functools.partial(both, functools.partial(ours, where=masks.get(where)))
-
-    def run(x, y, *scales):
-        sharding = NamedSharding(mesh, P("data", "model"))
-        reshard = jax.lax.with_sharding_constraint if kind is AxisType.Auto else jax.reshard
-        return f(reshard(x, sharding), reshard(y, sharding), *scales)
-
-    with kernels.plugged_in_local("divergence") as local, jax.set_mesh(mesh):
-        found = jax.device_get(jax.jit(run)(x, y, *scales))
-    assert (2, 32) in {shapes[0] for shapes in local.shapes}
-    oracle.assert_same_in_float64(found, jax.jit(f)(x, y, *scales))
+    calls.check_parts(ours, kind, classes, where)
 
 
 def test_arrays_that_explicit_axes_shard_differently():

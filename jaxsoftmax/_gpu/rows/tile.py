@@ -166,9 +166,13 @@ class Tile:
             m = self._maximum(self._top(scores))
             exponents, error = self.exponents(m, scale)
             raised = self._raised(scores, m) if scale is None else None
-            held, bounded = (scores, lambda score: online.bounded(exponents(score))) if raised is None else (raised, exponents)
+
+            def finite_exponents(score):
+                return exponents(score) if raised is not None else online.bounded(exponents(score))
+
+            held = scores if raised is None else raised
             zeros = [self.accumulator(0), self.accumulator(0)]
-            d, sums = self._fold(lambda steps, *sums: add(map(held, steps), bounded, *sums), zeros)
+            d, sums = self._fold(lambda steps, *sums: add(map(held, steps), finite_exponents, *sums), zeros)
             d, sums = online.without_error_log2(self.of_places(d), self.of_places(sums), error, _rounded(plan.row_layout))
             sums = sums if raised is None else jnp.where(m < -_FAR, 0, sums)
             return State(m, d), sums * _LN2
@@ -390,7 +394,7 @@ class Tile:
         raise NotImplementedError
 
     def sum_both(self, pairs: Pairs, exchange: int = 0) -> list[jax.Array]:
-        """Sums two values of each element of the rows, in the exchange of this number."""
+        """Sums both numbers of the pairs over the elements of the rows, in the exchange of this number."""
         raise NotImplementedError
 
     def places_of_exchange(self, number: int, count: int) -> list[Any]:

@@ -1,11 +1,11 @@
 """Divergences of rows that devices share.
 
-Forward one collective merges the five numbers of all parts of a row. The Jensen-Shannon divergence takes three: one for the
-state of each array, and one for two sums. Cotangents are numbers of each row, which every device has, so that the backward pass
-needs no collective.
+Forward `kl_divergence` takes one collective, which merges the five numbers of all parts of a row. `js_divergence` takes three:
+one for the state of each array, and one for two sums. Cotangents are numbers of each row, which every device has, so that the
+backward pass needs no collective.
 
-The rules for primitives take the same arguments as those of `ops/softmax/across_devices.py`. `kl_divergence_of_parts` is for
-calls inside a `shard_map` of the user.
+The rules for primitives take the same arguments as those of `ops/softmax/across_devices.py`. `kl_divergence_of_parts`
+and `js_divergence_of_parts` are for calls inside a `shard_map` of the user.
 """
 
 import functools
@@ -45,9 +45,6 @@ def _jvp(reference, runner, x, where, *, cuts, **others):
     return list(lax.psum(jnp.stack(reference(x=x, where=local_mask(x, where, cuts), **others)), mesh_axes(cuts)))
 
 
-_VJP_PARAMS = ("axes", "dtype", "y_dtype", "by", "weight", "of_scores")
-
-
 def js_divergence(runner, x, y, where, scale, y_scale, counts, *, axes, dtype, cuts, **params):
     """Computes the divergence of rows that devices share, and with `return_state` their states."""
     operands = {"x": x, "y": y, "where": local_mask(x, where, cuts), "scale": scale, "y_scale": y_scale}
@@ -57,6 +54,9 @@ def js_divergence(runner, x, y, where, scale, y_scale, counts, *, axes, dtype, c
         states += merge_states(*local[1:], cuts=cuts, scale=factor)
     names = mesh_axes(cuts)
     return xla.results_of_states(states, operands, counts, axes=axes, dtype=dtype, axis_name=names, **params)
+
+
+_VJP_PARAMS = ("axes", "dtype", "y_dtype", "by", "weight", "of_scores")
 
 
 def _vjp(operation, runner, x, where, *, cuts, **others):

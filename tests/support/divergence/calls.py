@@ -6,8 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from .. import cases, oracle
+from .. import cases, kernels, oracle
+from ..meshes import make_mesh
 from .cases import OPTIONS
 
 # Inside a warp, staged, by a block, in shared memory, by a cluster; Kullback-Leibler's longer rows are read in a loop.
@@ -104,3 +107,22 @@ def shared():
     scale, y_scale = np.random.default_rng(1).standard_normal((2, 8))
     scale[:3], y_scale[:3] = 0.5, 0.7
     return x, y, scale, y_scale
+
+
+def check_parts(op, kind, classes, where):
+    """Holds results and gradients to those of one device, where an implementation computes the parts of two."""
+    mesh = make_mesh(kind)
+    x, y, *scales = (each[..., :classes] if each.ndim == 2 else each for each in shared())
+    rng = np.random.default_rng(5)
+    masks = {"classes": rng.random((1, classes)) < 0.7, "rows": np.arange(8) % 3 > 0}
+    f = functools.partial(both, functools.partial(op, where=masks.get(where)))
+
+    def run(x, y, *scales):
+        sharding = NamedSharding(mesh, P("data", "model"))
+        reshard = jax.lax.with_sharding_constraint if kind is AxisType.Auto else jax.reshard
+        return f(reshard(x, sharding), reshard(y, sharding), *scales)
+
+    with kernels.plugged_in_local("divergence") as local, jax.set_mesh(mesh):
+        found = jax.device_get(jax.jit(run)(x, y, *scales))
+    assert (2, 32) in {shapes[0] for shapes in local.shapes}
+    oracle.assert_same_in_float64(found, jax.jit(f)(x, y, *scales))
