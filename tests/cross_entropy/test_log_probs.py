@@ -454,7 +454,7 @@ def test_native_rows_of_little_but_infinity(cols):
     check(
         x[:5],
         ids[:5],
-        [c[:5] for c in cotangents],
+        tuple(c[:5] for c in cotangents),
         -1,
         None,
         None,
