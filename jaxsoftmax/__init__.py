@@ -7,6 +7,7 @@ from jaxsoftmax.ops.attention.block_masks import BlockMask, block_mask
 from jaxsoftmax.ops.attention.context_parallel.order import unzigzag, zigzag
 from jaxsoftmax.ops.attention.context_parallel.settings import ContextParallel
 from jaxsoftmax.ops.cross_entropy.api import cross_entropy, linear_cross_entropy
+from jaxsoftmax.ops.cross_entropy.linear_log_probs import linear_log_probs
 from jaxsoftmax.ops.cross_entropy.log_probs import entropy, log_probs
 from jaxsoftmax.ops.divergence.api import js_divergence, kl_divergence
 from jaxsoftmax.ops.softmax.api import log_softmax, logsumexp, softmax
@@ -27,6 +28,7 @@ __all__ = [
     "js_divergence",
     "kl_divergence",
     "linear_cross_entropy",
+    "linear_log_probs",
     "log_probs",
     "log_softmax",
     "logsumexp",

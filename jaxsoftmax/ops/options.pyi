@@ -31,6 +31,16 @@ class LogProbOptions(TypedDict, total=False, closed=True):
     axis_name: str | Sequence[str] | None
     implementation: str | None
 
+# `linear_log_probs`, except `return_entropy` and `return_lse`.
+class LinearLogProbOptions(TypedDict, total=False, closed=True):
+    bias: ArrayLike | None
+    temperature: ArrayLike | None
+    class_axis: int
+    logits_soft_cap: float | None
+    where: ArrayLike | None
+    axis_name: str | Sequence[str] | None
+    implementation: str | None
+
 # `softmax_top_k`, except `return_lse`.
 class TopWeightOptions(TypedDict, total=False, closed=True):
     axis: int

@@ -433,6 +433,12 @@ def cross_entropy_cases() -> Iterator[Case]:
         run = functools.partial(_public, jaxsoftmax.linear_cross_entropy, options)
         name = f"cross_entropy linear {dtype} {hidden}x{classes} classes {class_axis} {'cap' * bool(cap)}"
         yield Case(name, (name,), run, operands | {"labels": shaped(300, dtype="int32")})
+        if cap is None:
+            options = {"class_axis": class_axis, "return_entropy": True, "implementation": "mosaic"}
+            run = functools.partial(_public, jaxsoftmax.linear_log_probs, options)
+            name = f"cross_entropy linear log_probs {dtype} {hidden}x{classes} classes {class_axis}"
+            more = {"tokens": shaped(300, dtype="int32"), "temperature": shaped(300)}
+            yield Case(name, (name,), run, operands | more)
 
 
 def divergence_cases() -> Iterator[Case]:

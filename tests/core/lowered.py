@@ -129,6 +129,8 @@ def programs_of_losses_and_samples():
     yield "cross_entropy", with_gradient(lambda given: loss(**given)), {"logits": ROWS, "labels": LABELS}, BOTH
     linear = functools.partial(jaxsoftmax.linear_cross_entropy, reduction="sum")
     yield "linear_cross_entropy", lambda given: linear(**given), {"hidden": HIDDEN, "weight": WEIGHT, "labels": LABELS}, CPU
+    policy = functools.partial(jaxsoftmax.linear_log_probs, temperature=0.7, return_entropy=True)
+    yield "linear_log_probs", lambda given: policy(**given), {"hidden": HIDDEN, "weight": WEIGHT, "tokens": LABELS}, CPU
     both = {"p_logits": ROWS, "q_logits": ROWS}
     for name in ("kl_divergence", "js_divergence"):
         divergence = getattr(jaxsoftmax, name)

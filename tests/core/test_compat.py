@@ -132,6 +132,7 @@ calls = {
     "logsumexp": (js.logsumexp, x),
     "cross_entropy": (lambda x, **o: js.cross_entropy(x, labels, **o), x),
     "linear_cross_entropy": (lambda x, **o: js.linear_cross_entropy(x, x.T, labels, **o), x),
+    "linear_log_probs": (lambda x, **o: js.linear_log_probs(x, x.T, labels, **o), x),
     "dot_product_attention": (lambda q, **o: js.dot_product_attention(q, q, q, **o), q),
     "paged_attention": (lambda q, **o: js.cache.paged_attention(q, *pages, jnp.zeros((1, 2), int), lengths, **o), q),
     "top_k": (lambda x, **o: js.top_k(x, 2, **o)[0], x),
@@ -149,7 +150,7 @@ for name, (f, operand) in calls.items():
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=env).stdout
     lines = [line.split() for line in out.splitlines()]
-    assert len(lines) == 10
+    assert len(lines) == 11
     assert all(loaded == [] for _, *loaded in lines), out
 
 

@@ -39,6 +39,11 @@ def programs():
     linear = functools.partial(jaxsoftmax.linear_cross_entropy, reduction="sum")
     operands = {"hidden": lowered.HIDDEN, "weight": lowered.WEIGHT, "labels": lowered.LABELS}
     yield lowered.with_gradient(lambda given: linear(**given)), operands
+    tokens = np.zeros(lowered.LABELS.shape, lowered.LABELS.dtype)
+    policy = functools.partial(jaxsoftmax.linear_log_probs, tokens=tokens)
+    operands = {"hidden": lowered.HIDDEN, "weight": lowered.WEIGHT}
+    yield lowered.with_gradient(lambda given: policy(**given)), operands
+    yield tangent_of(lambda hidden: policy(hidden, jnp.ones(lowered.WEIGHT.shape, hidden.dtype))), lowered.HIDDEN
 
 
 def tangent_of(f):

@@ -25,6 +25,7 @@ OVERLOADED = {
         jaxsoftmax.logsumexp,
         jaxsoftmax.cross_entropy,
         jaxsoftmax.log_probs,
+        jaxsoftmax.linear_log_probs,
         jaxsoftmax.softmax_top_k,
         jaxsoftmax.categorical,
         jaxsoftmax.dot_product_attention,

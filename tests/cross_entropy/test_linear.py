@@ -389,12 +389,12 @@ def test_gradients_in_float16_keep_what_a_loss_scale_keeps():
 
 
 def test_few_rows_are_no_more_in_parts():
-    assert linear._sizes(8, 2**24) == (8, 1)
+    assert linear.sizes(8, 2**24, 1) == (8, 1)
 
 
 @hypothesis.given(rows=st.integers(0, 2**20), least=st.integers(0, 2**12))
 def test_parts_have_all_rows_and_few_more(rows, least):
-    each, parts = linear._sizes(rows, least)
+    each, parts = linear.sizes(rows, least, max(rows, 1))
     assert each * (parts - 1) < max(rows, 1)
     assert rows <= each * parts
     assert parts == 1 or each <= 128 * math.ceil(math.ceil(rows / 128) / least)

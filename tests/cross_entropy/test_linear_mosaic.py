@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 from jaxsoftmax._core.target import HOPPER
-from jaxsoftmax.ops.cross_entropy.loss import LossHead
+from jaxsoftmax.ops.cross_entropy.loss import LogProbHead, LossHead
 from jaxsoftmax.ops.cross_entropy.xla import NO_ROW
 
 from ..support import cases, kernels, oracle
@@ -268,6 +268,123 @@ def test_interpreted_states_of_a_part_of_the_classes_are_right():
     is_own = (labels >= 0) & (labels < 320)
     own = np.where(is_own, np.take_along_axis(scores, np.clip(labels, 0, 319)[:, None], 1)[:, 0], 0)  # of other devices' 0
     np.testing.assert_allclose(score, own, rtol=1e-5, atol=1e-5)
+
+
+LOG_PROBS = "linear_log_probs_mosaic"
+
+
+def temperatures(rows):
+    return np.linspace(0.4, 2.1, rows, dtype=np.float32)
+
+
+def check_log_probs(found, arrays, class_axis, temperature):
+    """Holds log-probabilities, entropies and log-sum-exps against those of logits in float64."""
+    hidden, weight, tokens = arrays
+    rows = np.linspace(0, len(tokens) - 1, min(len(tokens), 200)).astype(int)
+    with jax.enable_x64(True):
+        scores, sizes = map(np.asarray, scores_and_sizes(hidden[rows], weight if class_axis == 1 else weight.T))
+    inverse = 1.0 if temperature is None else np.float64(np.float32(1) / temperature[rows, None])
+    tokens, inside = tokens[rows], (tokens[rows] >= 0) & (tokens[rows] < scores.shape[1])
+    truth = losses_oracle.log_probs(scores * inverse, np.where(inside, tokens, 0))
+    # Tensor cores truncate what they add up. An entropy errs by the spread of scores that err by as much.
+    more = 8 * oracle.EPS * np.sqrt(hidden.shape[1]) * np.max(sizes * inverse, 1)
+    log_p, entropy, lse = (np.asarray(each)[rows] for each in found)
+    np.testing.assert_array_equal(np.isnan(log_p), ~inside)
+    pairs = (log_p[inside], truth.log_p, inside), (entropy, truth.entropy, slice(None)), (lse, truth.lse, slice(None))
+    for each, expected, kept in pairs:
+        budget = expected.budget[kept] + more[kept] * (1 + np.max(truth.entropy.value))
+        assert oracle.error(each, oracle.Truth(expected.value[kept], budget)) <= 1
+
+
+@pytest.mark.parametrize("is_scaled", [True, False])
+@pytest.mark.parametrize("shape", cases.every_other(SHAPES), ids=cases.ident)
+def test_interpreted_log_probs_are_right(shape, is_scaled):
+    hidden, weight, tokens = given(*shape, "bfloat16", factor=16)
+    temperature, head = temperatures(len(tokens)) if is_scaled else None, LogProbHead(shape[3], None, None)
+    f = functools.partial(plans.linear_problem_of, head, return_entropy=True)
+
+    def run(hidden, weight, labels):
+        operands = {"hidden": hidden, "weight": weight, "labels": labels}
+        if is_scaled:
+            operands["scale"] = 1 / jnp.asarray(temperature)
+        return plans.run(f, operands, replace(HOPPER, multiprocessors=2))
+
+    m, d, score, exponents = map(np.float64, kernels.interpreted(run, hidden, weight, jnp.asarray(tokens)[:, None]))
+    inverse = 1.0 if temperature is None else 1 / np.float64(temperature)
+    log_p, lse = (score[:, 0] - m) * inverse - np.log(d), m * inverse + np.log(d)
+    log_p = np.where((tokens >= 0) & (tokens < shape[2]), log_p, np.nan)
+    check_log_probs((log_p, np.log(d) - exponents / d, lse), (hidden, weight, tokens), shape[3], temperature)
+
+
+@pytest.mark.parametrize(
+    ("options", "n"), [({"bias": np.zeros(256)}, None), ({"logits_soft_cap": 30.0}, None), ({}, 2)], ids=str
+)
+def test_other_log_probs_have_their_logits_made_part_by_part(options, n):
+    hidden, weight, tokens = types(128, 64, 256, 1, "bfloat16")
+    tokens = tokens if n is None else jax.ShapeDtypeStruct((128, n), np.int32)
+    f = functools.partial(jaxsoftmax.linear_log_probs, **options)
+    outer, inner = jaxsoftmax.explain(f, hidden, weight, tokens, platform="cuda")
+    assert (outer.primitive, outer.implementation, inner.primitive) == ("linear_log_probs", "xla", "cross_entropy")
+
+
+@pytest.mark.parametrize("shape", cases.every_other(SHAPES), ids=cases.ident)
+def test_log_probs_are_lowered(shape):
+    f = functools.partial(jaxsoftmax.linear_log_probs, class_axis=shape[3], temperature=0.7, return_entropy=True)
+    kernels.lowered_for_cuda(f, *types(*shape, "bfloat16"), kernels=[LOG_PROBS])
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("is_scaled", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [*SHAPES, *LARGE], ids=cases.ident)
+def test_native_log_probs(shape, dtype, is_scaled):
+    arrays = given(*shape, dtype, 4)
+    temperature = temperatures(shape[0]) if is_scaled else None
+    options = {"class_axis": shape[3], "return_entropy": True, "return_lse": True}
+
+    @jax.jit
+    def f(*arrays):
+        return jaxsoftmax.linear_log_probs(
+            *arrays, temperature=None if temperature is None else jnp.asarray(temperature), **options
+        )
+
+    found = f(*arrays)
+    check_log_probs(found, arrays, shape[3], temperature)
+    assert [np.asarray(each).tobytes() for each in found] == [np.asarray(each).tobytes() for each in f(*arrays)]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("n", [None, 3])
+@pytest.mark.parametrize("shape", [(1000, 256, 50257, 1), (3001, 128, 32000, 0), (130, 192, 264, 0)], ids=cases.ident)
+def test_native_gradients_of_log_probs(shape, n):
+    """Of all results together, by all operands, in several blocks of classes."""
+    hidden, weight, tokens = given(*shape, "bfloat16")
+    tokens = np.clip(tokens, 0, shape[2] - 1)
+    tokens = tokens if n is None else np.stack([tokens, tokens, np.roll(tokens, 1)], 1)
+    weight = weight if shape[3] == 1 else weight.T
+    cotangents = [
+        np.random.default_rng(at).standard_normal(size).astype(np.float32)
+        for at, size in enumerate((tokens.shape, shape[0], shape[0]))
+    ]
+
+    def total(found):
+        return sum(jnp.sum(c * each) for c, each in zip(cotangents, found, strict=True))
+
+    def ours(hidden, weight, temperature):
+        weight = weight if shape[3] == 1 else weight.T
+        options = {"class_axis": shape[3], "return_entropy": True, "return_lse": True}
+        return total(jaxsoftmax.linear_log_probs(hidden, weight, tokens, temperature=temperature, **options))
+
+    def whole(hidden, weight, temperature):
+        logits = jnp.dot(hidden.astype(jnp.float32), weight.astype(jnp.float32), precision="highest")
+        return total(jaxsoftmax.log_probs(logits, tokens, scale=1 / temperature, return_entropy=True, return_lse=True))
+
+    arrays = hidden, weight, jnp.asarray(temperatures(shape[0]))
+    found, expected = (jax.jit(jax.grad(f, (0, 1, 2)))(*arrays) for f in (ours, whole))
+    for a, b, most in zip(found, expected, (0.004, 0.004, 2e-4), strict=True):
+        assert np.linalg.norm(np.float64(a) - np.float64(b)) <= most * np.linalg.norm(np.float64(b))
 
 
 @pytest.mark.gpu

@@ -173,7 +173,7 @@ def cross_entropy(
     params = {"dtype": kind, "soft_cap": soft_cap, "return_total": smoothing > 0, "implementation": implementation}
     if _are_classes(labels, logits.shape, axes):
         logits = _with_rows_of(labels, logits, axes, kind)
-        labels = _broadcast("labels", labels, tuple([n for place, n in enumerate(logits.shape) if place not in axes]))
+        labels = broadcast_to("labels", labels, tuple([n for place, n in enumerate(logits.shape) if place not in axes]))
         rows = ClassRows.of(_NAME, logits, where, scale, axes, kind)
         options = {"ignore_index": ignore_index, "counts_all": return_lse}
         terms, classes, counts = terms_from_classes(_NAME, rows, labels, axis_name, params, **options)
@@ -427,19 +427,19 @@ def linear_cross_entropy(
     """
     name = _LINEAR
     check_implementation(CROSS_ENTROPY_FAMILY, name, implementation)
-    hidden, weight, labels, axis = _linear_layer(hidden, weight, labels, class_axis)
+    hidden, weight, labels, axis = linear_layer(name, hidden, weight, "labels", labels, class_axis)
     arguments.check_choice(name, "reduction", reduction, "mean", "sum", "none")
     rows, kind, classes = hidden.shape[:-1], accumulator(hidden.dtype), weight.shape[axis]
     options = _options(name, kind, label_smoothing, z_loss, logits_soft_cap)
-    labels = _broadcast("labels", labels, rows, name)
+    labels = broadcast_to("labels", labels, rows, name)
     operands = {"hidden": hidden, "weight": weight, "labels": labels}
     if bias is not None:
-        operands["bias"] = _broadcast("bias", arguments.array(name, "bias", bias, "floating"), (classes,), name)
+        operands["bias"] = broadcast_to("bias", arguments.array(name, "bias", bias, "floating"), (classes,), name)
     if sample_weight is not None:
         sample_weight = arguments.array(name, "sample_weight", sample_weight)
         if jnp.issubdtype(sample_weight.dtype, jnp.complexfloating):
             raise TypeError(f"{name}: sample_weight must be real, got {sample_weight.dtype}")
-        operands["sample_weight"] = _broadcast("sample_weight", sample_weight, rows, name).astype(kind)
+        operands["sample_weight"] = broadcast_to("sample_weight", sample_weight, rows, name).astype(kind)
     head = LossHead(axis, *options, implementation, arguments.axis_names(name, axis_name))
     axes = {"hidden": (None,), "weight": (None, "classes") if axis else ("classes", None), "bias": ("classes",)}
     loss = functools.partial(_linear_loss, list(operands), head, classes, reduction, ignore_index)
@@ -448,20 +448,22 @@ def linear_cross_entropy(
     return sharding.on_shards(loss, arrays, names, "classes", len(rows) if reduction == "none" else 0)
 
 
-def _linear_layer(hidden, weight, labels, class_axis) -> tuple[jax.Array, jax.Array, jax.Array, int]:
+def linear_layer(
+    function: str, hidden, weight, name_of_labels: str, labels, class_axis
+) -> tuple[jax.Array, jax.Array, jax.Array, int]:
     """Checks the operands of a linear layer and its labels. Returns them, and the axis of the classes: 0 or 1."""
-    hidden, weight = (arguments.array(_LINEAR, *named, "floating") for named in (("hidden", hidden), ("weight", weight)))
+    hidden, weight = (arguments.array(function, *named, "floating") for named in (("hidden", hidden), ("weight", weight)))
     if hidden.dtype.itemsize < 2:
-        raise TypeError(f"{_LINEAR}: hidden must have 16 bits or more, as logits have its dtype, got {hidden.dtype}")
-    labels = arguments.array(_LINEAR, "labels", labels, "integers")
-    class_axis = arguments.integer(_LINEAR, "class_axis", class_axis)
+        raise TypeError(f"{function}: hidden must have 16 bits or more, as logits have its dtype, got {hidden.dtype}")
+    labels = arguments.array(function, name_of_labels, labels, "integers")
+    class_axis = arguments.integer(function, "class_axis", class_axis)
     if class_axis not in (-2, -1, 0, 1):
-        raise ValueError(f"{_LINEAR}: class_axis must be -2, -1, 0 or 1, got {arguments.shown(class_axis)}")
+        raise ValueError(f"{function}: class_axis must be -2, -1, 0 or 1, got {arguments.shown(class_axis)}")
     axis = class_axis % 2
     if hidden.ndim < 1 or weight.ndim != 2 or weight.shape[1 - axis] != hidden.shape[-1]:
         shape = "[H, classes]" if axis else "[classes, H]"
         raise ValueError(
-            f"{_LINEAR}: weight must be {shape} for hidden [*rows, H], got shapes {weight.shape} and {hidden.shape}"
+            f"{function}: weight must be {shape} for hidden [*rows, H], got shapes {weight.shape} and {hidden.shape}"
         )
     return hidden, weight, labels, axis
 
@@ -479,7 +481,7 @@ def _linear_loss(names, head, classes, reduction, ignore_index, row_axes, class_
       class_axes: mesh axes over which classes are sharded, except `head.axis_name`.
       *arrays: the parts of the operands that this device has.
     """
-    all_classes = _countable(_LINEAR, classes * lax.axis_size(head.axis_name))
+    all_classes = countable(_LINEAR, classes * lax.axis_size(head.axis_name))
     head = replace(head, axis_name=(*head.axis_name, *class_axes))
     operands = dict(zip(names, arrays, strict=True))
     hidden, weight, labels, bias = operands["hidden"], operands["weight"], operands["labels"], operands.get("bias")
@@ -540,7 +542,7 @@ def _differs(labels: jax.Array, ignore_index: Any, function: str = _NAME) -> jax
     return labels != jnp.asarray(np.asarray(index, labels.dtype))
 
 
-def _countable(function: str, classes: Any) -> Any:
+def countable(function: str, classes: Any) -> Any:
     """Returns the number of classes on all devices. Raises ValueError if int32 does not hold it."""
     most = np.iinfo(np.int32).max
     if isinstance(classes, int) and classes > most:
@@ -554,7 +556,7 @@ def count_classes(function, where, shape, axes, axis_name) -> tuple[Any, Any]:
     With a mask of rows the first number is 0, or at least 1.
     """
     n_local = math.prod([shape[axis] for axis in axes])
-    classes = _countable(function, n_local * lax.axis_size(axis_name))
+    classes = countable(function, n_local * lax.axis_size(axis_name))
     if where is None:
         return classes, classes
     is_of_rows = all(where.shape[axis] == 1 for axis in axes)
@@ -571,8 +573,8 @@ def aligned_mask(function: str, where: jax.Array, shape: tuple[int, ...], axes: 
     if where.ndim == len(rows):
         mask_of_classes = (1,) * len(axes) + where.shape
         hint = f"; a mask of classes is {mask_of_classes}"
-        return lax.expand_dims(_broadcast("where", where, rows, function, hint), sorted(axes))
-    _broadcast("where", where, shape, function)
+        return lax.expand_dims(broadcast_to("where", where, rows, function, hint), sorted(axes))
+    broadcast_to("where", where, shape, function)
     return lax.expand_dims(where, range(len(shape) - where.ndim))
 
 
@@ -584,7 +586,7 @@ def class_axes(function: str, axis: Any, ndim: int) -> tuple[int, ...]:
     return axes if len(axes) == 1 or axis is None else tuple([operator.index(a) % ndim for a in axis])
 
 
-def _broadcast(name: str, array: jax.Array, shape: tuple[int, ...], function: str = _NAME, hint: str = "") -> jax.Array:
+def broadcast_to(name: str, array: jax.Array, shape: tuple[int, ...], function: str = _NAME, hint: str = "") -> jax.Array:
     try:
         return jnp.broadcast_to(array, shape)
     except ValueError:

@@ -68,7 +68,7 @@ def terms_by_parts(head: "LossHead", hidden, weight, bias, labels) -> list[jax.A
     def terms_of_part(sums, hidden, labels):
         return sums, head.terms(_logits(head, hidden, weight, bias), labels)
 
-    return _by_parts(terms_of_part, MOST, head, weight, bias, [hidden, labels])[1]
+    return by_parts(terms_of_part, MOST, _bytes_of_row(head, hidden, weight, bias), [hidden, labels])[1]
 
 
 def _results(*, head, **params):
@@ -144,50 +144,52 @@ def _with_gradients(head, hidden, weight, bias, labels, cotangents):
 
     def part(sums, h, labels, c):
         losses, d_logits = head.losses_and_gradient(_logits(head, h, weight, bias), labels, c)
-        d_hidden = _product(d_logits, weight.astype(h.dtype), 1, head.class_axis, h.dtype)
+        d_hidden = product(d_logits, weight.astype(h.dtype), 1, head.class_axis, h.dtype)
         factors = (h, d_logits) if head.class_axis == 1 else (d_logits, h)
-        more = [_product(*factors, 0, 0, weight.dtype)]
+        more = [product(*factors, 0, 0, weight.dtype)]
         if bias is not None:
             more.append(jnp.sum(d_logits, 0, dtype=c.dtype))
         return more if sums is None else list(map(jnp.add, sums, more)), [losses, d_hidden]
 
-    (d_weight, *d_bias), results = _by_parts(part, MOST_WITH_GRADIENT, head, weight, bias, [hidden, labels, cotangents])
+    bytes_of_row = _bytes_of_row(head, hidden, weight, bias)
+    (d_weight, *d_bias), results = by_parts(part, MOST_WITH_GRADIENT, bytes_of_row, [hidden, labels, cotangents])
     return *results, d_weight, d_bias[0].astype(bias.dtype) if d_bias else None
 
 
 def _logits(head, hidden, weight, bias):
     """Computes logits in the dtype of `hidden`, rounded once: with a bias the products are float32 until it is added."""
     dtype = hidden.dtype if bias is None else accumulator(hidden.dtype)
-    logits = _product(hidden, weight.astype(hidden.dtype), 1, 1 - head.class_axis, dtype)
+    logits = product(hidden, weight.astype(hidden.dtype), 1, 1 - head.class_axis, dtype)
     return logits if bias is None else (logits + bias.astype(dtype)[None]).astype(hidden.dtype)
 
 
-def _product(a, b, axis_of_a, axis_of_b, dtype) -> jax.Array:
+def _bytes_of_row(head, hidden, weight, bias) -> Any:
+    """Returns the bytes that the logits of a row take in `_logits`; symbolic if the number of classes is."""
+    dtype = hidden.dtype
+    return weight.shape[head.class_axis] * (dtype.itemsize if bias is None else dtype.itemsize + accumulator(dtype).itemsize)
+
+
+def product(a: jax.Array, b: jax.Array, axis_of_a: int, axis_of_b: int, dtype) -> jax.Array:
+    """Multiplies two matrices along an axis of each."""
     return lax.dot_general(a, b, (((axis_of_a,), (axis_of_b,)), ((), ())), preferred_element_type=dtype)
 
 
-def _by_parts(function, most: int, head, weight, bias, arrays: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
+def by_parts(function, most: int, bytes_of_row: Any, arrays: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
     """Folds a function over parts of the rows.
 
     Args:
       function: `function(sums, *parts of the arrays)` returns the new sums, and results `[rows of the part, ...]`. The sums
         that it gets first are None if there is one part, else zeros.
       most: bytes that the logits of a part take, approximately.
-      head: the loss, which says which axis of the weight has the classes.
-      weight: the weight of the layer.
-      bias: the bias of the layer, or None.
+      bytes_of_row: bytes that those of a row take.
       arrays: arrays whose first axis has the rows.
 
     Returns:
       The sums, and the results of all rows. The last rows of parts may be zeros, whose results are left out. Symbolic sizes
       make one part.
     """
-    rows, classes = arrays[0].shape[0], weight.shape[head.class_axis]
-    rows_of_part, parts = rows, 1
-    if isinstance(rows, int) and isinstance(classes, int):
-        dtype = arrays[0].dtype
-        itemsize = dtype.itemsize if bias is None else dtype.itemsize + accumulator(dtype).itemsize  # see `_logits`
-        rows_of_part, parts = _sizes(rows, -(-rows * classes * itemsize // most))
+    rows = arrays[0].shape[0]
+    rows_of_part, parts = sizes(rows, bytes_of_row, most)
     if parts == 1:
         return function(None, *arrays)
 
@@ -212,9 +214,11 @@ def _by_parts(function, most: int, head, weight, bias, arrays: list[jax.Array]) 
     return sums, [array.reshape(-1, *array.shape[2:])[:rows] for array in results]
 
 
-def _sizes(rows: int, least: int) -> tuple[int, int]:
-    """Returns the rows of a part, and the number of parts: from `least` to a third more, whichever needs the fewest zeros."""
-    tiles = -(-rows // _TILE)
+def sizes(rows: Any, bytes_of_row: Any, most: int) -> tuple[Any, int]:
+    """Returns the rows of a part, and the number of parts: the least that fits, or up to a third more with fewer zeros."""
+    if not (isinstance(rows, int) and isinstance(bytes_of_row, int)):
+        return rows, 1
+    tiles, least = -(-rows // _TILE), -(-rows * bytes_of_row // most)
     if min(least, tiles) <= 1:
         return rows, 1
     tiles_of_part = (-(-tiles // parts) for parts in range(least, least + least // 3 + 1))

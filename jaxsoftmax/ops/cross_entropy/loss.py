@@ -1,4 +1,4 @@
-"""The losses of rows from their terms, and the loss behind a linear layer as a value that `linear` calls part by part.
+"""The losses of rows from their terms, and what stands behind a linear layer as values that `linear` calls part by part.
 
 The terms of a row are its `nll` and `lse`, and with label smoothing the sum of its scores. If devices share the classes, a
 device's terms are instead the state `(m, d)` of its classes and the score of the label, 0 if another device has that.
@@ -16,8 +16,9 @@ from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.operation import Operation
 from jaxsoftmax._core.primitive import bind
 from jaxsoftmax._core.sharding import Cut
-from jaxsoftmax.ops.cross_entropy import across_devices
-from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY, CROSS_ENTROPY_GRADIENT
+from jaxsoftmax.ops.cross_entropy import across_devices, xla
+from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY, CROSS_ENTROPY_GRADIENT, CROSS_ENTROPY_JVP, CROSS_ENTROPY_VJP
+from jaxsoftmax.ops.cross_entropy.xla import NO_CLASS, NO_ROW
 
 
 def combined(nll, lse, total=None, *, label_smoothing, z_loss, classes):
@@ -95,3 +96,88 @@ class LossHead:
 
     def _cuts(self, classes: int) -> dict[int, Cut]:
         return {1: Cut.of_part(self.axis_name, classes)}
+
+
+@dataclass(frozen=True)
+class LogProbHead:
+    """The log-probabilities behind a linear layer: computes terms of rows, and derivatives, from logits `[rows, classes]`.
+
+    Equal heads have equal hashes, as those of losses. Rows have `n` labels, `[rows, n]`, as this device counts its classes.
+    """
+
+    class_axis: int  # of the weight, 0 or 1
+    logits_soft_cap: float | None
+    implementation: str | None  # name of the one that must run, or None
+
+    def terms(self, x, labels, scale=None, *, return_entropy) -> list[jax.Array]:
+        """Computes the state `(m, d)`, the scores of the labels before a scale, and what `return_entropy` asks for."""
+        operands = {"x": x, "labels": labels[:, :1], "where": None, "scale": _column(scale)}
+        options = self._params(return_total=False, return_entropy=return_entropy)
+        m, d, chosen, *sums = across_devices.local_terms(self._run, **operands, **options, dtype=accumulator(x.dtype))
+        if labels.shape[1] != 1:
+            chosen = jnp.where(labels >= 0, xla.chosen_score(x, labels, (1,), self.logits_soft_cap, m.dtype), 0)
+        m, d, *sums = (jnp.squeeze(number, 1) for number in (m, d, *sums))
+        return [m, d, chosen, *sums]
+
+    def tangents(self, x, t, labels, m, d, scale=None, t_scale=None, *, return_entropy) -> list[jax.Array]:
+        """Computes `sum(p * u)`, `u[labels]` and what is asked for, from the tangents `t` of logits, and of `scale`."""
+        if scale is None:
+            u = t * xla.slope(x, self.logits_soft_cap)
+        else:
+            u = xla.scores_tangent(x, _column(scale), t, _column(t_scale), self.logits_soft_cap)
+        return self._sums(x, u, labels, m, d, scale, return_entropy)
+
+    def gradient(self, x, labels, dtype, wants_scale, m, d, a=None, b=None, e=None, scale=None) -> tuple[jax.Array, Any]:
+        """Computes `(a * p + b * onehot(labels) + e * p * z) * ds/dx` in this dtype, and the derivative by `scale` or None."""
+        is_one = labels.shape[1] == 1
+        of_rows = {"m": _column(m), "d": _column(d), "a": _column(a), "e": _column(e), "scale": _column(scale)}
+        label = labels if is_one else jnp.where(labels[:, :1] == NO_ROW, NO_ROW, NO_CLASS)
+        operands = {"x": x, "labels": label, "b": b if is_one else None, **of_rows}
+        (gradient,) = self._run(CROSS_ENTROPY_VJP, operands, dtype=dtype, **self._params())
+        if not is_one and b is not None:
+            gradient = self._with_labels(gradient, x, labels, b, of_rows)
+        of_scale = None
+        if wants_scale:
+            mean, chosen, *sums = self._sums(x, xla.capped(x, self.logits_soft_cap), labels, m, d, scale, e is not None)
+            parts = [a * mean if a is not None else 0, jnp.sum(b * chosen, 1) if b is not None else 0]
+            of_scale = sum(parts) + (e * sums[0] if e is not None else 0) + jnp.zeros_like(m)
+        return gradient, of_scale
+
+    def _sums(self, x, u, labels, m, d, scale, return_entropy):
+        """Computes the sums of `tangents` from those of the scores, `u`."""
+        operands = {"x": x, "m": _column(m), "d": _column(d), "t": u, "labels": labels[:, :1], "scale": _column(scale)}
+        options = self._params(return_total=False, return_entropy=return_entropy)
+        mean, chosen, *sums = self._run(CROSS_ENTROPY_JVP, operands, of_scores=True, dtype=m.dtype, **options)
+        if labels.shape[1] != 1:
+            chosen = xla.entry_at(u, labels, (1,), 0)
+        mean, *sums = (jnp.squeeze(number, 1) for number in (mean, *sums))
+        return [mean, chosen, *sums]
+
+    def _with_labels(self, gradient, x, labels, b, of_rows):
+        """Replaces the entries at the labels of rows, which may name a class twice, by what `b` adds there too.
+
+        An entry is rounded once, so that `p - 1` is exact where `p` is close to 1.
+        """
+        entries = xla.entry_at(x, labels, (1,), 0)
+        none = jnp.full_like(labels[:, :1], NO_CLASS)
+        params = self._params() | {"dtype": of_rows["m"].dtype, "of_scores": True}
+        total = xla.cross_entropy_vjp(entries, b=None, c=None, labels=none, where=None, **of_rows, **params)
+        total += jnp.sum(jnp.where(labels[:, :, None] == labels[:, None, :], b[:, None, :], 0), 2)
+        total *= xla.slope(entries, self.logits_soft_cap) * (1 if of_rows["scale"] is None else of_rows["scale"])
+        places = jnp.where(labels >= 0, labels, x.shape[1])  # one that is outside is dropped
+        return jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(gradient, places, total.astype(gradient.dtype))
+
+    def labels_of_block(self, labels: jax.Array, start: Any, size: Any) -> jax.Array:
+        """Returns the labels as a block of `size` classes from `start` on counts them."""
+        index = labels - start
+        return jnp.where((index >= 0) & (index < size) & (labels >= 0), index, jnp.minimum(labels, NO_CLASS))
+
+    def _params(self, **params: Any) -> dict[str, Any]:
+        return {"axes": (1,), "soft_cap": self.logits_soft_cap, **params}
+
+    def _run(self, operation: Operation, operands: dict[str, Any], **params: Any) -> list[jax.Array]:
+        return bind(operation, operands, implementation=self.implementation, **params)
+
+
+def _column(numbers: jax.Array | None) -> jax.Array | None:
+    return None if numbers is None else numbers[:, None]

@@ -15,7 +15,7 @@ from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.implementation import ReferencePlan
 from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._core.target import ONE_DEVICE, Target
-from jaxsoftmax.ops.cross_entropy import linear
+from jaxsoftmax.ops.cross_entropy import linear, linear_terms
 from jaxsoftmax.ops.softmax.xla import (
     lse_of,
     saved_exponent,
@@ -280,6 +280,9 @@ _FUNCTIONS = {
     "cross_entropy_vjp": cross_entropy_vjp,
     "cross_entropy_gradient": cross_entropy_gradient,
     "linear_cross_entropy": linear_cross_entropy,
+    "linear_log_probs": linear_terms.terms,
+    "linear_log_probs_jvp": linear_terms.tangents,
+    "linear_log_probs_vjp": linear_terms.gradients,
 }
 
 

@@ -12,6 +12,8 @@ from jaxsoftmax._core.target import HOPPER, Target
 from jaxsoftmax.ops.cross_entropy import mosaic_sm90 as mosaic
 from jaxsoftmax.ops.cross_entropy import primitive
 from jaxsoftmax.ops.cross_entropy.linear import LINEAR_CROSS_ENTROPY
+from jaxsoftmax.ops.cross_entropy.linear_terms import LINEAR_LOG_PROBS
+from jaxsoftmax.ops.cross_entropy.loss import LogProbHead
 from jaxsoftmax.ops.cross_entropy.mosaic_sm90.linear_loss import LinearLossPlan
 from jaxsoftmax.ops.cross_entropy.mosaic_sm90.losses import LossPlan
 from jaxsoftmax.ops.cross_entropy.problem import CrossEntropyProblem
@@ -43,9 +45,10 @@ def problem_of(name: str, operands: Mapping[str, Any], *, axis=-1, dtype="float3
     return CrossEntropyProblem(operation_of(name), dict(operands), params)
 
 
-def linear_problem_of(head, operands: Mapping[str, Any]) -> Problem:
-    """Returns the problem of the losses of a linear layer for operands of these types."""
-    return Problem(LINEAR_CROSS_ENTROPY, dict(operands), {"head": head})
+def linear_problem_of(head, operands: Mapping[str, Any], **params) -> Problem:
+    """Returns the problem of the losses of a linear layer, or of its log-probabilities, for operands of these types."""
+    operation = LINEAR_LOG_PROBS if isinstance(head, LogProbHead) else LINEAR_CROSS_ENTROPY
+    return Problem(operation, dict(operands), {"head": head, **params})
 
 
 def plan_of(problem: Problem, target: Target = HOPPER) -> LossPlan | LinearLossPlan | Refusal:

@@ -1,0 +1,300 @@
+"""Log-probabilities and entropies of a linear layer, whose logits are never all in memory."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from jaxsoftmax._core import arguments, compat, sharding
+from jaxsoftmax._core.choose import check_implementation
+from jaxsoftmax._core.dtypes import accumulator
+from jaxsoftmax._core.primitive import bind
+from jaxsoftmax._core.sharding import Cut
+from jaxsoftmax.ops.cross_entropy import across_devices, xla
+from jaxsoftmax.ops.cross_entropy.api import broadcast_to, countable, index_of, linear_layer
+from jaxsoftmax.ops.cross_entropy.implementations import CROSS_ENTROPY_FAMILY
+from jaxsoftmax.ops.cross_entropy.linear_terms import LINEAR_LOG_PROBS, LINEAR_LOG_PROBS_JVP
+from jaxsoftmax.ops.cross_entropy.loss import LogProbHead
+from jaxsoftmax.ops.cross_entropy.xla import NO_ROW
+from jaxsoftmax.ops.softmax.across_devices import gathered, is_zero
+from jaxsoftmax.ops.softmax.api import row_scale
+from jaxsoftmax.ops.softmax.xla import tangent_of_sum
+
+if TYPE_CHECKING:
+    from jaxsoftmax.ops.options import LinearLogProbOptions
+
+_NAME = "linear_log_probs"
+
+
+@overload
+def linear_log_probs(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    tokens: ArrayLike,
+    *,
+    return_entropy: Literal[False] = False,
+    return_lse: Literal[False] = False,
+    **options: "Unpack[LinearLogProbOptions]",
+) -> jax.Array: ...
+
+
+@overload
+def linear_log_probs(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    tokens: ArrayLike,
+    *,
+    return_entropy: bool = False,
+    return_lse: bool = False,
+    **options: "Unpack[LinearLogProbOptions]",
+) -> jax.Array | tuple[jax.Array, ...]: ...
+
+
+def linear_log_probs(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    tokens: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    temperature: ArrayLike | None = None,
+    class_axis: int = -1,
+    logits_soft_cap: float | None = None,
+    where: ArrayLike | None = None,
+    return_entropy: bool = False,
+    return_lse: bool = False,
+    axis_name: str | Sequence[str] | None = None,
+    implementation: str | None = None,
+) -> jax.Array | tuple[jax.Array, ...]:
+    """Computes log-probabilities of tokens from `hidden @ weight + bias`, without the logits of all rows in memory at once.
+
+    With `x = hidden @ weight + bias`, the scores are `s = x / temperature`, or `logits_soft_cap * tanh(x / logits_soft_cap) /
+    temperature`. The result is `log_softmax(s)[tokens]`, and what trainers of policies need beside it: the entropy and the
+    log-sum-exp. Logits are sums in float32 that are not rounded, or in float64.
+
+    The results can be differentiated with respect to `hidden`, `weight`, `bias` and `temperature`, any number of times, in
+    forward and reverse mode. One backward pass serves the cotangents of all results.
+
+    Args:
+      hidden: floating array `[*rows, H]` of 16 bits or more, the input of the last layer.
+      weight: floating array `[H, classes]`, as the kernel of a Flax dense layer, or `[classes, H]` with `class_axis=0`, as
+        an embedding. It has the dtype of `hidden`, or a wider one, and is cast to that of `hidden`.
+      tokens: integers, the classes that were chosen: `[*rows]`, one for each row, or `[*rows, n]`, several for each row.
+      bias: floating array that broadcasts to `[classes]`; None (the default) for no bias.
+      temperature: real number or array that broadcasts to `[*rows]`, larger than 0; None (the default) for 1. It may be
+        traced. In a JAX array a temperature that is not larger than 0 gives NaN.
+      class_axis: axis of `weight` that has the classes; -1 by default.
+      logits_soft_cap: limit of the absolute value of scores before the temperature, a concrete positive number; None (the
+        default) for no cap.
+      where: boolean mask that broadcasts to `[*rows]`, True for rows that take part; None (the default) for all. What the
+        others hold, such as padding, has no influence on values or derivatives.
+      return_entropy: True to return the entropy of each row too, in nats; False by default.
+      return_lse: True to return `logsumexp(s)` of each row too; False by default.
+      axis_name: name or names of the mesh axes over which the classes of `weight` and `bias` are sharded, for calls inside
+        a `shard_map`; None (the default) if they are not sharded there. All other arguments are the same on all devices of
+        these axes, and tokens count the classes of all devices.
+      implementation: name of the implementation that must run: "mosaic", "triton" or "xla". None (the default) takes the
+        best one for the platform, shape and dtype.
+
+    Returns:
+      Log-probabilities in the shape of `tokens`, float32, or float64 if `hidden` is float64. With `return_entropy` or
+      `return_lse` the result is a tuple: the log-probabilities, the entropies `[*rows]`, and the log-sum-exp `[*rows]`, those
+      that are asked for. A token that is not the index of a class gives NaN, with the gradient of the log-sum-exp alone. A row
+      that does not take part gives 0, and `-inf` for its log-sum-exp.
+
+    Raises:
+      TypeError: `hidden`, `weight` or `bias` is not floating, `hidden` has fewer than 16 bits, `tokens` are not integers,
+        `temperature` is not real, `where` is not boolean, `class_axis` is not a concrete integer, `logits_soft_cap` is not a
+        concrete real number, `return_entropy` or `return_lse` is not True or False, or `axis_name` is not made of strings.
+      ValueError: the shapes of `hidden`, `weight` and `tokens` do not fit each other, `weight` is narrower than `hidden`,
+        `bias`, `temperature` or `where` does not broadcast, a concrete `temperature` is not larger than 0, `class_axis` is not
+        an axis of `weight`, `logits_soft_cap` is out of range, there are more classes than int32 can count, `axis_name` is not
+        a mesh axis of a `shard_map` around the call, or there is no `implementation` of this name.
+      NotImplementedError: the named `implementation` cannot run this call. The message gives the reason.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxsoftmax
+      >>> keys = jax.random.split(jax.random.key(0), 3)
+      >>> hidden = jax.random.normal(keys[0], (2, 8, 16))
+      >>> weight = jax.random.normal(keys[1], (16, 100))
+      >>> tokens = jax.random.randint(keys[2], (2, 8), 0, 100)
+      >>> with jax.default_matmul_precision("highest"):
+      ...     log_p, entropy = jaxsoftmax.linear_log_probs(hidden, weight, tokens, temperature=0.8, return_entropy=True)
+      ...     expected = jaxsoftmax.log_probs(hidden @ weight, tokens, scale=1 / 0.8)
+      >>> bool(jnp.allclose(log_p, expected, rtol=1e-4, atol=1e-4))
+      True
+
+      The loss of a policy gradient, whose advantages are known:
+
+      >>> def loss(hidden, weight, old_log_p, advantages):
+      ...     log_p, entropy = jaxsoftmax.linear_log_probs(hidden, weight, tokens, temperature=0.8, return_entropy=True)
+      ...     return -jnp.mean(jnp.exp(log_p - old_log_p) * advantages + 0.01 * entropy)
+      >>> gradients = jax.grad(loss, argnums=(0, 1))(hidden, weight, log_p, jnp.ones((2, 8)))
+      >>> print([gradient.shape for gradient in gradients])
+      [(2, 8, 16), (16, 100)]
+
+    Memory and work: the results take one matrix product, for a part of the rows at a time, and their gradients three more,
+    for a block of the classes at a time. The logits of a part or block and their gradient take 256 or 512 MiB. The gradient
+    of `hidden` is summed in float32 over blocks, in 4 bytes for each entry, and that of `weight` is one product for each
+    block, which is rounded once. On automatic mesh axes of several devices gradients are computed for a part of the rows at
+    a time, and that of `weight` is summed over parts in its dtype. Under `vmap` examples that share the weight are rows of
+    one call. For several tokens in a row the logits of all of them come from the same product.
+
+    Sharded classes: each device multiplies by its part of the weight, and neither weights nor logits are gathered. One
+    collective merges the states of the rows.
+
+    Source: Milakov and Gimelshein 2018, arXiv:1805.02867, for the log-sum-exp.
+    """
+    check_implementation(CROSS_ENTROPY_FAMILY, _NAME, implementation)
+    flags = arguments.flags(_NAME, return_entropy=return_entropy, return_lse=return_lse)
+    hidden, weight, tokens, axis = linear_layer(_NAME, hidden, weight, "tokens", tokens, class_axis)
+    if weight.dtype != hidden.dtype and weight.dtype.itemsize <= hidden.dtype.itemsize:
+        raise ValueError(f"{_NAME}: weight must have the dtype of hidden, {hidden.dtype}, or a wider one, got {weight.dtype}")
+    rows, kind, classes = hidden.shape[:-1], accumulator(hidden.dtype), weight.shape[axis]
+    if tokens.shape[: len(rows)] != rows or tokens.ndim > len(rows) + 1:
+        raise ValueError(f"{_NAME}: tokens must have the shape {rows} of rows, or that and one axis more, got {tokens.shape}")
+    cap = None if logits_soft_cap is None else arguments.soft_cap(_NAME, logits_soft_cap, kind)
+    operands = {"hidden": hidden, "weight": weight, "labels": tokens}
+    names: dict[str, tuple[str | None, ...]] = {
+        "hidden": (None,),
+        "weight": (None, "classes") if axis else ("classes", None),
+        "labels": (None,) * (tokens.ndim - len(rows)),
+        "bias": ("classes",),
+    }
+    if bias is not None:
+        operands["bias"] = broadcast_to("bias", arguments.array(_NAME, "bias", bias, "floating"), (classes,), _NAME)
+    if temperature is not None:
+        operands["scale"] = _scale(temperature, rows, kind)
+    if where is not None:
+        operands["where"] = broadcast_to("where", arguments.array(_NAME, "where", where, "boolean"), rows, _NAME)
+    head = LogProbHead(axis, cap, implementation)
+    function = functools.partial(_stacked, list(operands), head, arguments.axis_names(_NAME, axis_name), classes, flags)
+    shape = [names.get(name, ()) for name in operands]
+    results = sharding.on_shards(function, list(operands.values()), shape, "classes", len(rows))
+    n = math.prod(tokens.shape[len(rows) :])
+    log_p = results[..., :n] if tokens.ndim > len(rows) else results[..., 0]
+    others = [results[..., at] for at in range(-sum(flags), 0)]
+    return (log_p, *others) if others else log_p
+
+
+def _scale(temperature, rows, kind) -> jax.Array:
+    """Returns the inverse of temperatures, `[*rows]`; NaN for those that are not larger than 0."""
+    if not isinstance(temperature, jax.Array):
+        numbers = np.asarray(temperature)
+        is_real = numbers.dtype.kind in "fiu" or numbers.dtype == jnp.bfloat16
+        if is_real and not np.all(numbers > 0):
+            raise ValueError(f"{_NAME}: temperature must be larger than 0, got {arguments.shown(temperature)}")
+    temperature = row_scale(_NAME, temperature, (*rows, 1), (len(rows),), kind, name="temperature")
+    temperature = jnp.broadcast_to(jnp.squeeze(jnp.asarray(temperature), len(rows)), rows)
+    return jnp.where(temperature > 0, 1 / jnp.where(temperature > 0, temperature, 1), jnp.nan)
+
+
+def _stacked(names, head, axis_name, classes, flags, row_axes, class_axes, *arrays) -> jax.Array:
+    """Computes log-probabilities, and the entropy and the log-sum-exp if `flags` ask for them: `[*rows, n and more]`.
+
+    Args:
+      names: names of the arrays.
+      head: the log-probabilities behind the layer.
+      axis_name: the mesh axes that the caller names.
+      classes: number of classes on all devices that `class_axes` span.
+      flags: whether to return the entropy, and the log-sum-exp.
+      row_axes: mesh axes over which rows are sharded.
+      class_axes: mesh axes over which classes are sharded, except `axis_name`.
+      *arrays: the parts of the operands that this device has.
+    """
+    del row_axes
+    all_classes = countable(_NAME, classes * lax.axis_size(axis_name))
+    operands = dict(zip(names, arrays, strict=True))
+    hidden, labels, counts = operands["hidden"], operands["labels"], operands.pop("where", None)
+    rows = hidden.shape[:-1]
+    labels = index_of(labels if labels.ndim > len(rows) else labels[..., None], all_classes)
+    if labels.shape[-1] == 0:  # the state needs no label, and the primitive one
+        labels = jnp.zeros((*rows, 1), jnp.int32)
+    if counts is not None:
+        labels = jnp.where(counts[..., None], labels, NO_ROW)
+        operands["hidden"] = jnp.where(counts[..., None], hidden, 0)  # 0 * NaN would be in the gradient of the weight
+        if "scale" in operands:
+            operands["scale"] = jnp.where(counts, operands["scale"], 1)
+    operands["labels"] = labels
+    of_rows = ("hidden", "labels", "scale")
+    flat = {
+        name: each.reshape(math.prod(rows), *each.shape[len(rows) :]) if name in of_rows else each
+        for name, each in operands.items()
+    }
+    return_entropy, return_lse = flags
+    log_p, lse, *others = _results(head, (*axis_name, *class_axes), return_entropy, flat)
+    results = [log_p, *([others[0][:, None]] if return_entropy else []), *([lse[:, None]] if return_lse else [])]
+    stacked = jnp.concatenate(results, 1)
+    return stacked.reshape(*rows, stacked.shape[1])
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _results(head: LogProbHead, axis_name: tuple[str, ...], return_entropy: bool, operands) -> list[jax.Array]:
+    """Computes log-probabilities `[rows, n]`, and `[rows]` the log-sum-exp, the entropy if asked for, and the state.
+
+    All devices over which `axis_name` shards the classes get the same results.
+    """
+    cuts = _cuts(head, axis_name, operands["weight"])
+    (cut,) = cuts.values()
+    own = {"labels": _own_labels(head, axis_name, operands)}
+    params = {"head": head, "return_entropy": return_entropy, "implementation": _forced(head)}
+    m, d, chosen, *exponents = bind(LINEAR_LOG_PROBS, operands | own, **params)
+    labels, scale = operands["labels"], operands.get("scale")
+    if axis_name:
+        scores, options = jnp.unstack(chosen, axis=1), {"exponents": exponents[0] if exponents else None}
+        labels, scale = _alike_on_all(axis_name, labels), None if scale is None else _alike_on_all(axis_name, scale)
+        m, d, *merged = across_devices.merge_states(m, d, *scores, cuts=cuts, scale=scale, **options)
+        chosen, exponents = jnp.stack(merged[: len(scores)], 1), merged[len(scores) :]
+    chosen = jnp.where((labels >= 0) & (labels < cut.size), chosen, jnp.nan)
+    m, d, *exponents = (number[:, None] for number in (m, d, *exponents))
+    options = {"return_entropy": return_entropy, "return_state": True, "dtype": m.dtype}
+    scale = None if scale is None else scale[:, None]
+    nll, lse, *others = xla.results_of(labels, m, d, chosen, *exponents, scale=scale, **options)
+    lse = jnp.where(labels == NO_ROW, -jnp.inf, lse)
+    return [-nll, *(number[:, 0] for number in (lse, *others))]
+
+
+def _alike_on_all(axis_name, array):
+    """Returns an array that is the same on all devices as one whose type says so, if a `shard_map` around checks that."""
+    return gathered(axis_name, array)[0, 0] if compat.varying(array).issuperset(axis_name) else array
+
+
+@functools.partial(_results.defjvp, symbolic_zeros=True)
+def _jvp_of_results(head, axis_name, return_entropy, primals, tangents):
+    (operands,), (moving,) = primals, tangents
+    results = _results(head, axis_name, return_entropy, operands)
+    _, _, *others, m, d = results
+    moved = {f"t_{name}": t for name, t in moving.items() if name != "labels" and not is_zero(t)}
+    known = operands | {"labels": _own_labels(head, axis_name, operands), "m": m, "d": d}
+    params = {"head": head, "return_entropy": return_entropy, "implementation": _forced(head)}
+    mean, chosen, *sums = bind(LINEAR_LOG_PROBS_JVP, known | moved, **params)
+    if axis_name:
+        mean, chosen, *sums = lax.psum([mean, chosen, *sums], axis_name)
+    if return_entropy:  # see `_jvp` in primitive.py
+        sums[-1] = xla.mean_of(others[0], d) * mean - sums[-1]
+    found = [chosen - mean[:, None], mean, *sums, jnp.zeros_like(m), tangent_of_sum(d, mean)]
+    return results, sharding.varying_as(found, results)
+
+
+def _forced(head: LogProbHead) -> str | None:
+    """Returns the implementation that must run. If Mosaic has no kernel without logits, its kernels for logits run."""
+    return None if head.implementation == "mosaic" else head.implementation
+
+
+def _cuts(head, axis_name, weight) -> dict[int, Cut]:
+    size = weight.shape[head.class_axis]
+    return {1: Cut.of_part(axis_name, size) if axis_name else Cut((), size)}
+
+
+def _own_labels(head, axis_name, operands) -> Any:
+    """Returns the labels as this device counts its classes."""
+    labels, weight = operands["labels"], operands["weight"]
+    cuts = _cuts(head, axis_name, weight)
+    return across_devices.local_labels(labels, weight.shape[head.class_axis], cuts) if axis_name else labels

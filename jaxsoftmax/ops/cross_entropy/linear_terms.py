@@ -1,0 +1,324 @@
+"""The terms of log-probabilities of a linear layer, and their derivatives, as primitives that never have all logits in memory.
+
+With logits `x = hidden @ weight + bias`, scores `s` of them as in `primitive.py`, `z = s - max s` and `p = softmax(s)`:
+
+    linear_log_probs      the state `(m, d)` of rows, the scores of the labels before `scale`, and with `return_entropy`
+                          sum(exp(z) * z)
+    linear_log_probs_jvp  from tangents of the operands, which give scores the tangents u:
+                          sum(p * u), u[labels], and with `return_entropy` sum(p * z * u)
+    linear_log_probs_vjp  from numbers a, b and e of rows: the derivatives of a * sum(p * u) + sum(b * u[labels]) +
+                          e * sum(p * z * u) by the operands that `wrt` names
+
+The last two are transposes of each other. Rows have `n` labels each, counted as this device counts its classes. Logits are sums
+in float32 that are not rounded, or in float64. Results are those of the classes of this device alone: who calls merges them.
+
+Terms are computed for a part of the rows at a time, as in `linear.py`. Derivatives are computed for a block of the classes at a
+time, since the state is known: the gradient of the weight of a block is one product over all rows, which is rounded once, and
+that of `hidden` accumulates over the blocks in float32. On automatic axes of several devices XLA would gather the weight to cut
+it. Derivatives are computed for a part of the rows there, too, and the gradient of the weight accumulates in its own dtype.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxsoftmax._core import sharding
+from jaxsoftmax._core.dtypes import accumulator
+from jaxsoftmax._core.operation import OnShards, Operand, Operation
+from jaxsoftmax._core.primitive import bind, define, set_transpose
+from jaxsoftmax._core.target import ONE_DEVICE
+from jaxsoftmax.ops.cross_entropy.implementations import CROSS_ENTROPY_FAMILY
+from jaxsoftmax.ops.cross_entropy.linear import MOST, MOST_WITH_GRADIENT, by_parts, product, sizes
+
+LAYER = ("hidden", "weight", "bias", "scale")  # the operands that have derivatives
+_OF_CLASSES = {"weight": 2, "bias": 1, "t_weight": 2, "t_bias": 1}  # operands that examples may share, and their axes
+
+# Classes of a block, unless there are fewer. Each block reads and writes the gradient of `hidden` once more.
+_LEAST_CLASSES = 8192
+_TILE = 128  # classes of one tile of tensor cores
+
+
+def _of_rows(name: str) -> Operand:
+    return Operand(name, ("rows",), may_be_one=False)
+
+
+_HIDDEN, _LABELS = (Operand(name, ("rows", None), may_be_one=False) for name in ("hidden", "labels"))
+_WEIGHT, _BIAS, _SCALE = Operand("weight", (None, None)), Operand("bias", (None,)), _of_rows("scale")
+_OPERANDS = (_HIDDEN, _WEIGHT, _LABELS, _BIAS, _SCALE)
+_TANGENTS = tuple([operand.called(f"t_{operand.name}") for operand in (_HIDDEN, _WEIGHT, _BIAS, _SCALE)])
+
+
+def _terms(*, return_entropy=False, **params) -> list[Operand]:
+    del params
+    return [_of_rows("m"), _of_rows("d"), _LABELS, *([_of_rows("exponents")] if return_entropy else [])]
+
+
+def _sums(**params) -> list[Operand]:
+    return _terms(**params)[1:]
+
+
+def _gradients(*, wrt, **params) -> list[Operand]:
+    del params
+    return [operand for name in wrt for operand in _OPERANDS if operand.name == name]
+
+
+def _types(results, operands, **params):
+    """Returns the types of results that are numbers of rows, or of their labels."""
+    kind, labels = accumulator(operands["hidden"].dtype), operands["labels"].shape
+    return [jax.ShapeDtypeStruct(labels if each is _LABELS else labels[:-1], kind) for each in results(**params)]
+
+
+def _types_of_gradients(operands, *, wrt, **params):
+    del params
+    return [jax.ShapeDtypeStruct(operands[name].shape, operands[name].dtype) for name in wrt]
+
+
+# Kernels and references run where no operand is cut, or on shards inside a `shard_map`: see `linear.LINEAR_CROSS_ENTROPY`.
+_define = functools.partial(Operation, CROSS_ENTROPY_FAMILY, on_shards=OnShards.NOTHING, knows_machine=True)
+
+LINEAR_LOG_PROBS = define(_define("linear_log_probs", _OPERANDS, types=functools.partial(_types, _terms), results=_terms))
+LINEAR_LOG_PROBS_JVP = define(
+    _define(
+        "linear_log_probs_jvp",
+        (*_OPERANDS, _of_rows("m"), _of_rows("d"), *_TANGENTS),
+        types=functools.partial(_types, _sums),
+        results=_sums,
+        linear=tuple([tangent.name for tangent in _TANGENTS]),
+    )
+)
+LINEAR_LOG_PROBS_VJP = define(
+    _define(
+        "linear_log_probs_vjp",
+        # Each example of a batch has a gradient of the weight, also if they share the weight.
+        (*(replace(each, may_be_one=False) for each in _OPERANDS), *map(_of_rows, "mda"), _LABELS.called("b"), _of_rows("e")),
+        types=_types_of_gradients,
+        results=_gradients,
+        linear=("a", "b", "e"),
+    )
+)
+
+
+def _transpose_of_jvp(cotangents, operands, types, **params):
+    """Returns the cotangents of tangents. Examples that share a weight are rows of one example: their gradients add up."""
+    numbers = dict(zip("abe", cotangents, strict=False))
+    operands = operands | {name: number for name, number in numbers.items() if number is not None}
+    wrt = tuple([name.removeprefix("t_") for name in types])
+    batch = operands["labels"].shape[:-2]
+    if batch and _shares_layer(operands | types):
+        results = bind(LINEAR_LOG_PROBS_VJP, _as_one(operands), wrt=wrt, **params)
+        return {name: result.reshape(types[name].shape) for name, result in zip(types, results, strict=True)}
+    results = bind(LINEAR_LOG_PROBS_VJP, _with_own_layers(operands, batch), wrt=wrt, **params)
+    return {name: _summed_to(result, types[name].shape) for name, result in zip(types, results, strict=True)}
+
+
+def _transpose_of_vjp(cotangents, operands, types, *, wrt, **params):
+    moving = {f"t_{name}": cotangent for name, cotangent in zip(wrt, cotangents, strict=True) if cotangent is not None}
+    sums = bind(LINEAR_LOG_PROBS_JVP, operands | moving, **params)
+    return {name: total for name, total in zip("abe", sums, strict=False) if name in types}
+
+
+set_transpose(LINEAR_LOG_PROBS_JVP, _transpose_of_jvp)
+set_transpose(LINEAR_LOG_PROBS_VJP, _transpose_of_vjp)
+
+
+# Batches: rows have the axes of a batch in front, and what belongs to classes has them too, or size 1 there.
+
+
+def _shares_layer(operands: Mapping[str, Any]) -> bool:
+    """Tells whether the examples of a batch share all that belongs to classes."""
+    return all(math.prod(each.shape[: -_OF_CLASSES[name]]) == 1 for name, each in operands.items() if name in _OF_CLASSES)
+
+
+def _as_one(operands: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the operands of a batch that shares a layer as those of one example, which has the rows of all."""
+    axes, rows = operands["labels"].ndim - 2, math.prod(operands["labels"].shape[:-1])
+    return {
+        name: each.reshape(each.shape[axes:] if name in _OF_CLASSES else (rows, *each.shape[axes + 1 :]))
+        for name, each in operands.items()
+    }
+
+
+def _with_own_layers(operands: Mapping[str, Any], batch: tuple[int, ...]) -> dict[str, Any]:
+    """Returns the operands with the sizes of the batch everywhere."""
+    return {
+        name: jnp.broadcast_to(each, (*batch, *each.shape[-_OF_CLASSES[name] :])) if name in _OF_CLASSES else each
+        for name, each in operands.items()
+    }
+
+
+def _summed_to(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Adds up an array along the axes in which this shape has size 1."""
+    axes = [axis for axis, (size, own) in enumerate(zip(shape, array.shape, strict=True)) if size == 1 != own]
+    return jnp.sum(array, axes, keepdims=True, dtype=array.dtype) if axes else array
+
+
+def of_batch(function: Callable[..., list[jax.Array]], operands: dict[str, Any], machine) -> list[jax.Array]:
+    """Calls a function of one example for a batch: once for the rows of all, if they share the layer.
+
+    Devices may share the batch. A function of all rows would gather it.
+    """
+    *batch, rows, _ = operands["labels"].shape
+    if not batch:
+        return function(**operands)
+    if machine.devices == 1 and _shares_layer(operands):
+        return [result.reshape(*batch, rows, *result.shape[1:]) for result in function(**_as_one(operands))]
+
+    def call(operands):
+        return function(**operands)
+
+    for _ in batch:
+        call = jax.vmap(call)
+    return call(_with_own_layers(operands, tuple(batch)))
+
+
+# The reference.
+
+
+def terms(hidden, weight, labels, bias=None, scale=None, *, head, return_entropy=False, machine=ONE_DEVICE):
+    """Computes the results of `linear_log_probs`."""
+
+    def of_one(hidden, weight, labels, bias=None, **of_rows):
+        def part(sums, hidden, labels, *of_rows):
+            return sums, head.terms(_logits(head, hidden, weight, bias), labels, *of_rows, return_entropy=return_entropy)
+
+        return by_parts(part, MOST, _bytes_of_row(head, hidden, weight), [hidden, labels, *of_rows.values()])[1]
+
+    return of_batch(of_one, present(hidden=hidden, weight=weight, labels=labels, bias=bias, scale=scale), machine)
+
+
+def tangents(hidden, labels, *, head, return_entropy=False, machine=ONE_DEVICE, **others):
+    """Computes the results of `linear_log_probs_jvp`."""
+
+    def of_one(weight, bias=None, t_weight=None, t_bias=None, **rows):
+        names = list(rows)
+
+        def part(sums, *parts):
+            rows = dict(zip(names, parts, strict=True))
+            hidden, t_hidden = rows.pop("hidden"), rows.pop("t_hidden", None)
+            x, moved = _logits(head, hidden, weight, bias), []
+            if t_hidden is not None:
+                moved.append(_logits(head, t_hidden.astype(hidden.dtype), weight, None))
+            if t_weight is not None:
+                moved.append(_logits(head, hidden, t_weight, None))
+            if t_bias is not None:
+                moved.append(jnp.broadcast_to(t_bias.astype(x.dtype)[None], x.shape))
+            t = sum(moved[1:], start=moved[0]) if moved else None
+            return sums, head.tangents(x, t, return_entropy=return_entropy, **rows)
+
+        bytes_of_row = _bytes_of_row(head, rows["hidden"], weight)
+        return by_parts(jax.checkpoint(part), MOST, bytes_of_row, list(rows.values()))[1]
+
+    return of_batch(of_one, present(hidden=hidden, labels=labels, **others), machine)
+
+
+def gradients(*, head, wrt, return_entropy=False, machine=ONE_DEVICE, **operands):
+    """Computes the results of `linear_log_probs_vjp`."""
+    del return_entropy
+
+    def call(operands):
+        return _gradients_of_one(head, wrt, machine.devices == 1, **operands)
+
+    for _ in operands["labels"].shape[:-2]:
+        call = jax.vmap(call)
+    return call(present(**operands))
+
+
+def _gradients_of_one(head, wrt, is_one_device, weight, bias=None, **rows):
+    """Computes gradients by the operands `wrt`, for one block of classes after another.
+
+    If it `is_one_device`, no device shares the classes on automatic mesh axes.
+    """
+    hidden, axis = rows["hidden"], head.class_axis
+    classes, kind = weight.shape[axis], accumulator(hidden.dtype)
+    layer = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+    axes = {"weight": axis, "bias": 0}
+    types = {name: layer[name] if name in layer else rows[name] for name in wrt}
+
+    def block(start, size):
+        """Computes the gradients of a block by what belongs to classes, and its share of those by what belongs to rows."""
+        own = {name: _cut(each, start, size, axes[name]) for name, each in layer.items()}
+        bytes_of_row = _bytes_of_row(head, hidden, own["weight"])
+        parts = sizes(hidden.shape[0], bytes_of_row, MOST_WITH_GRADIENT)[1]
+        product_dtype = kind if is_one_device and parts > 1 else weight.dtype
+
+        def part(sums, *parts):
+            of_rows = dict(zip(rows, parts, strict=True))
+            hidden = of_rows.pop("hidden")
+            labels = head.labels_of_block(of_rows.pop("labels"), start, size)
+            x = _logits(head, hidden, own["weight"], own.get("bias"))
+            g, of_scale = head.gradient(x, labels, hidden.dtype, "scale" in wrt, **of_rows)
+            more, found = {}, []
+            if "weight" in wrt:
+                more["weight"] = product(*((hidden, g) if axis == 1 else (g, hidden)), 0, 0, product_dtype)
+            if "bias" in wrt:
+                more["bias"] = jnp.sum(g, 0, dtype=kind)
+            if "hidden" in wrt:
+                found.append(product(g, own["weight"].astype(g.dtype), 1, axis, kind))
+            found += [of_scale] if "scale" in wrt else []
+            return more if sums is None else jax.tree.map(jnp.add, sums, more), found
+
+        sums, found = by_parts(jax.checkpoint(part), MOST_WITH_GRADIENT, bytes_of_row, list(rows.values()))
+        return sums, dict(zip([name for name in ("hidden", "scale") if name in wrt], found, strict=True))
+
+    def add(carry, start, size):
+        whole, totals = carry
+        sums, found = block(start, size)
+        for name, total in sums.items():
+            part = total.astype(whole[name].dtype)
+            whole = whole | {name: lax.dynamic_update_slice_in_dim(whole[name], part, start, axes[name])}
+        return whole, {name: total + found[name] for name, total in totals.items()}
+
+    size = _classes_of_block(hidden, classes) if is_one_device else classes
+    if size == classes:
+        sums, found = block(0, classes)
+    else:
+        whole = {name: jnp.zeros(kept.shape, kept.dtype) for name, kept in types.items() if name in layer}
+        totals = {name: jnp.zeros(kept.shape, kind) for name, kept in types.items() if name in rows}
+        leaves, tree = jax.tree.flatten((whole, totals))
+        carry = jax.tree.unflatten(tree, sharding.vary_alike([hidden, *leaves])[1:])
+        blocks, rest = divmod(classes, size)
+        carry, _ = lax.scan(lambda carry, i: (add(carry, i * size, size), None), carry, jnp.arange(blocks, dtype=jnp.int32))
+        sums, found = add(carry, blocks * size, rest) if rest else carry
+    results = sums | found
+    return [results[name].astype(kept.dtype) for name, kept in types.items()]
+
+
+def _cut(array, start, size, axis):
+    return array if size == array.shape[axis] else lax.dynamic_slice_in_dim(array, start, size, axis)
+
+
+def _classes_of_block(hidden, classes) -> Any:
+    """Returns the number of classes of a block: whole tiles, or `classes` itself if one block has all."""
+    rows = hidden.shape[0]
+    if not (isinstance(rows, int) and isinstance(classes, int)):
+        return classes
+    most = max(MOST_WITH_GRADIENT // max(rows * _bytes_of_logit(hidden.dtype), 1), _LEAST_CLASSES)
+    blocks = -(-classes // most)
+    return classes if blocks <= 1 else -(-classes // (blocks * _TILE)) * _TILE
+
+
+def _logits(head, hidden, weight, bias):
+    """Computes logits in the dtype of the arithmetic, without rounding them to that of `hidden`."""
+    kind = accumulator(hidden.dtype)
+    logits = product(hidden, weight.astype(hidden.dtype), 1, 1 - head.class_axis, kind)
+    return logits if bias is None else logits + bias.astype(kind)[None]
+
+
+def _bytes_of_logit(dtype) -> int:
+    """Returns the bytes that a logit and its gradient take."""
+    return accumulator(dtype).itemsize + dtype.itemsize
+
+
+def _bytes_of_row(head, hidden, weight):
+    return weight.shape[head.class_axis] * _bytes_of_logit(hidden.dtype)
+
+
+def present(**operands: jax.Array | None) -> dict[str, jax.Array]:
+    """Returns the operands that are not None."""
+    return {name: operand for name, operand in operands.items() if operand is not None}
