@@ -1,6 +1,6 @@
 """Softmax for JAX on NVIDIA GPUs: over logits, in attention, in a loss, over a sharded vocabulary."""
 
-from jaxsoftmax import cache, online
+from jaxsoftmax import cache, online, rl
 from jaxsoftmax._core.choose import Decision, Explanation, explain
 from jaxsoftmax.ops.attention.api import dot_product_attention
 from jaxsoftmax.ops.attention.block_masks import BlockMask, block_mask
@@ -33,6 +33,7 @@ __all__ = [
     "log_softmax",
     "logsumexp",
     "online",
+    "rl",
     "softmax",
     "softmax_top_k",
     "top_k",

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxsoftmax
+from jaxsoftmax import rl
 from jaxsoftmax.flax import attention_fn, attention_fn_with_rope
 
 pytestmark = pytest.mark.usefixtures("hollow_kernels", "standard_promotion_all")
@@ -174,6 +175,16 @@ CATEGORICAL = {name: SOFTMAX_TOP_K[name] for name in ("logits", "axis", "where",
 }
 
 
+WEIGHT = SHARE - {"None", "ints"} | {"nan"}
+CONCRETE = WEIGHT - {"nan", "a traced float"}
+TOKENS = {"a traced array"}
+MASK = {"None", "a traced bool"} | BOOLS
+POLICY = {"log_p": X, "old_log_p": X, "advantages": X, "reference_log_p": X, "entropy": X}
+PAIR = {"chosen_log_p": X, "rejected_log_p": X}
+REFERENCES = {f"reference_{name}": X for name in PAIR}
+OF_PAIRS = dict.fromkeys(PAIR, TOKENS) | {"chosen_where": MASK, "rejected_where": MASK}
+
+
 @functools.cache
 def untraced(kind):
     return VALUES[kind](None)
@@ -209,6 +220,25 @@ CALLS = {
         {"x": X, "scale": np.float32(1), "dtype": "int8"},
         {"x": {"five axes", "a traced array"}, "scale": {"a float", "nan", "a traced float"}, "dtype": set()},
     ),
+    "policy_gradient_loss": (
+        rl.policy_gradient_loss,
+        POLICY,
+        {name: TOKENS | ({"None"} if name not in ("log_p", "advantages") else set()) for name in POLICY}
+        | {"clip": CONCRETE | {"floats", "ints"}, "where": MASK, "reduction": set()}
+        | {"kl_weight": WEIGHT, "entropy_weight": WEIGHT},
+    ),
+    "group_advantages": (
+        rl.group_advantages,
+        {"rewards": X},
+        {"rewards": {"five axes"} | TOKENS, "axis": SIZES, "normalize": BOOLS, "eps": CONCRETE},
+    ),
+    "dpo_loss": (
+        rl.dpo_loss,
+        PAIR | REFERENCES,
+        OF_PAIRS | dict.fromkeys(REFERENCES, TOKENS) | {"beta": WEIGHT, "label_smoothing": CONCRETE},
+    ),
+    "simpo_loss": (rl.simpo_loss, PAIR, OF_PAIRS | {"beta": WEIGHT, "gamma": WEIGHT}),
+    "orpo_loss": (rl.orpo_loss, PAIR, OF_PAIRS | {"odds_weight": WEIGHT}),
     "attention_fn": (attention_fn, QKV, OPERANDS | FLAX),
     "attention_fn_with_rope": (attention_fn_with_rope, QKV | {"rope": lambda x, _=None: x}, OPERANDS | ROPE),
     "explain": (

@@ -11,7 +11,7 @@ import pytest
 import jaxsoftmax
 from jaxsoftmax import ContextParallel, explain
 
-MODULES = ("jaxsoftmax", "jaxsoftmax.cache", "jaxsoftmax.flax", "jaxsoftmax.online")
+MODULES = ("jaxsoftmax", "jaxsoftmax.cache", "jaxsoftmax.flax", "jaxsoftmax.online", "jaxsoftmax.rl")
 NAMES = [(module, name) for module in MODULES for name in importlib.import_module(module).__all__]
 
 

@@ -35,6 +35,7 @@ NO_OPS = {
     "cache",
     "explain",
     "online",
+    "rl",
     "unzigzag",
     "zigzag",
 }

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
-MODULES = ("jaxsoftmax", "jaxsoftmax.cache", "jaxsoftmax.flax", "jaxsoftmax.online")
+MODULES = ("jaxsoftmax", "jaxsoftmax.cache", "jaxsoftmax.flax", "jaxsoftmax.online", "jaxsoftmax.rl")
 NAMES = sorted({f"{module}.{name}" for module in MODULES for name in importlib.import_module(module).__all__} | {*MODULES[1:]})
 # A function that may refuse an argument: it raises itself, or calls what checks arguments.
 CHECKS = re.compile(r"\braise\b|\barguments\.|\b_check|\b_real\(")
