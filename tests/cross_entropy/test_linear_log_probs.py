@@ -286,10 +286,12 @@ def test_logits_are_never_whole(is_differentiated):
 @pytest.mark.parametrize("rows", [1, 100, 8192, 32768, 2**20])
 @pytest.mark.parametrize("classes", [1, 300, 32000, 50257, 151936])
 def test_blocks_are_large_and_have_whole_tiles(rows, classes):
-    size = linear_terms._classes_of_block(jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16), classes)
+    size = linear_terms._classes_of_block(classes, rows * 6)
+    rest = classes % size
     assert size == classes or (size % 128 == 0 and size < classes)
-    assert size >= min(classes, linear_terms._LEAST_CLASSES // 2)
+    assert size >= min(classes, linear_terms._LEAST_CLASSES // 2) - 128
     assert rows * size * 6 <= linear_terms.MOST_WITH_GRADIENT * 1.1 or size <= linear_terms._LEAST_CLASSES
+    assert rest % 128 == 0 or rest < 128 * (classes // size + 1)
 
 
 SHARDED = [(P("data"), P()), (P("data"), P(None, "model")), (P(), P(None, ("data", "model"))), (P(("data", "model")), P())]

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 from jaxsoftmax._core.target import HOPPER
+from jaxsoftmax.ops.cross_entropy import linear_terms
 from jaxsoftmax.ops.cross_entropy.loss import LogProbHead, LossHead
 from jaxsoftmax.ops.cross_entropy.xla import NO_ROW
 
@@ -270,7 +271,7 @@ def test_interpreted_states_of_a_part_of_the_classes_are_right():
     np.testing.assert_allclose(score, own, rtol=1e-5, atol=1e-5)
 
 
-LOG_PROBS = "linear_log_probs_mosaic"
+LOG_PROBS, GRADIENT = "linear_log_probs_mosaic", "linear_log_probs_gradient_mosaic"
 
 
 def temperatures(rows):
@@ -314,6 +315,58 @@ def test_interpreted_log_probs_are_right(shape, is_scaled):
     log_p, lse = (score[:, 0] - m) * inverse - np.log(d), m * inverse + np.log(d)
     log_p = np.where((tokens >= 0) & (tokens < shape[2]), log_p, np.nan)
     check_log_probs((log_p, np.log(d) - exponents / d, lse), (hidden, weight, tokens), shape[3], temperature)
+
+
+@pytest.mark.parametrize(("is_scaled", "has_entropy"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize("shape", cases.every_other(SHAPES), ids=cases.ident)
+def test_interpreted_gradients_of_log_probs_are_right(shape, is_scaled, has_entropy, monkeypatch):
+    """Against the reference, which rounds the gradient of logits as the kernel does. Labels are of all tiles, and of none."""
+    monkeypatch.setattr(linear_terms, "_LEAST_CLASSES", 256)
+    monkeypatch.setattr(linear_terms, "MOST_WITH_GRADIENT", 256 * (shape[0] * 2 + 4 * shape[1]))
+    hidden, weight, tokens = given(*shape, "bfloat16", factor=4)
+    tokens[7:9] = NO_ROW
+    rng, head = np.random.default_rng(0), LogProbHead(shape[3], None, None)
+    logits = jnp.float32(hidden) @ (jnp.float32(weight) if shape[3] else jnp.float32(weight).T)
+    inverse = 1 / temperatures(len(tokens)) if is_scaled else np.ones(len(tokens), np.float32)
+    m = np.array(logits.max(1))
+    operands = {"m": m, "d": np.exp(inverse[:, None] * (logits - m[:, None])).sum(1), "a": rng.standard_normal(len(m))}
+    operands |= {"b": rng.standard_normal((len(m), 1))} | ({"e": rng.standard_normal(len(m))} if has_entropy else {})
+    for name in ("a", "b", "e") if has_entropy else ("a", "b"):
+        operands[name][tokens == NO_ROW] = 0
+    operands |= {"scale": inverse} if is_scaled else {}
+    operands = {name: jnp.float32(array) for name, array in operands.items()}
+    operands |= {"hidden": hidden, "weight": weight, "labels": jnp.asarray(np.where(tokens < shape[2], tokens, -1))[:, None]}
+
+    def run(operands):
+        problem_of = functools.partial(plans.linear_problem_of, head, wrt=("hidden", "weight"))
+        return plans.run(problem_of, operands, replace(HOPPER, multiprocessors=2))
+
+    found = kernels.interpreted(run, operands)
+    expected = linear_terms.gradients(head=head, wrt=("hidden", "weight"), **dict.fromkeys(("bias", "scale", "e")) | operands)
+    for a, b in zip(found, expected, strict=True):
+        assert a.shape == b.shape
+        assert a.dtype == b.dtype
+        assert np.linalg.norm(np.float64(a) - np.float64(b)) <= 0.002 * np.linalg.norm(np.float64(b))
+
+
+@pytest.mark.parametrize("shape", cases.every_other(SHAPES), ids=cases.ident)
+def test_gradients_of_log_probs_are_lowered(shape):
+    def loss(hidden, weight, tokens):
+        return sum(map(jnp.sum, jaxsoftmax.linear_log_probs(hidden, weight, tokens, class_axis=shape[3], return_entropy=True)))
+
+    kernels.lowered_for_cuda(jax.grad(loss, (0, 1)), *types(*shape, "bfloat16"), kernels=[LOG_PROBS, GRADIENT])
+
+
+def test_a_gradient_by_the_temperature_is_left_to_the_reference():
+    def loss(temperature, hidden, weight, tokens):
+        return jnp.sum(jaxsoftmax.linear_log_probs(hidden, weight, tokens, temperature=temperature))
+
+    temperature = jax.ShapeDtypeStruct((), np.float32)
+    explanation = jaxsoftmax.explain(jax.grad(loss), temperature, *types(128, 64, 256, 1, "bfloat16"), platform="cuda")
+    runs = {decision.primitive: decision for decision in explanation}
+    assert runs["linear_log_probs"].implementation == "mosaic"
+    assert runs["linear_log_probs_vjp"].implementation == "xla"
+    assert "no kernel differentiates by the temperature" in runs["linear_log_probs_vjp"].refusals[0][1]
 
 
 @pytest.mark.parametrize(

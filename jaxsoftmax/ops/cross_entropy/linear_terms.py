@@ -222,17 +222,36 @@ def gradients(*, head, wrt, return_entropy=False, machine=ONE_DEVICE, **operands
     del return_entropy
 
     def call(operands):
-        return _gradients_of_one(head, wrt, machine.devices == 1, **operands)
+        gradient = functools.partial(_gradient_of_logits, head, "scale" in wrt)
+        bytes_of_logit = _bytes_of_logit(operands["hidden"].dtype)
+        return gradients_by_blocks(head, wrt, gradient, bytes_of_logit, is_one_device=machine.devices == 1, **operands)
 
     for _ in operands["labels"].shape[:-2]:
         call = jax.vmap(call)
     return call(present(**operands))
 
 
-def _gradients_of_one(head, wrt, is_one_device, weight, bias=None, **rows):
+def _gradient_of_logits(head, wants_scale, hidden, layer, labels, **of_rows):
+    """Computes `head.gradient` at the logits of hidden states and a layer."""
+    x = _logits(head, hidden, layer["weight"], layer.get("bias"))
+    return head.gradient(x, labels, hidden.dtype, wants_scale, **of_rows)
+
+
+def gradients_by_blocks(
+    head, wrt, gradient, bytes_of_logit, weight, bias=None, *, is_one_device=True, **rows
+) -> list[jax.Array]:
     """Computes gradients by the operands `wrt`, for one block of classes after another.
 
-    If it `is_one_device`, no device shares the classes on automatic mesh axes.
+    Args:
+      head: says how labels are counted, and which axis of the weight has the classes.
+      wrt: names of operands.
+      gradient: `gradient(hidden, layer, labels, **others)` computes the gradient of logits, and that by `scale` or None, of
+        some rows and of the classes of a layer, a dict of weight and bias.
+      bytes_of_logit: bytes of memory that `gradient` takes for each logit.
+      weight: the weight.
+      bias: the bias, or None.
+      is_one_device: False if devices may share the classes on automatic mesh axes.
+      **rows: the other operands.
     """
     hidden, axis = rows["hidden"], head.class_axis
     classes, kind = weight.shape[axis], accumulator(hidden.dtype)
@@ -243,7 +262,7 @@ def _gradients_of_one(head, wrt, is_one_device, weight, bias=None, **rows):
     def block(start, size):
         """Computes the gradients of a block by what belongs to classes, and its share of those by what belongs to rows."""
         own = {name: _cut(each, start, size, axes[name]) for name, each in layer.items()}
-        bytes_of_row = _bytes_of_row(head, hidden, own["weight"])
+        bytes_of_row = own["weight"].shape[axis] * bytes_of_logit
         parts = sizes(hidden.shape[0], bytes_of_row, MOST_WITH_GRADIENT)[1]
         product_dtype = kind if is_one_device and parts > 1 else weight.dtype
 
@@ -251,8 +270,7 @@ def _gradients_of_one(head, wrt, is_one_device, weight, bias=None, **rows):
             of_rows = dict(zip(rows, parts, strict=True))
             hidden = of_rows.pop("hidden")
             labels = head.labels_of_block(of_rows.pop("labels"), start, size)
-            x = _logits(head, hidden, own["weight"], own.get("bias"))
-            g, of_scale = head.gradient(x, labels, hidden.dtype, "scale" in wrt, **of_rows)
+            g, of_scale = gradient(hidden, own, labels, **of_rows)
             more, found = {}, []
             if "weight" in wrt:
                 more["weight"] = product(*((hidden, g) if axis == 1 else (g, hidden)), 0, 0, product_dtype)
@@ -274,7 +292,10 @@ def _gradients_of_one(head, wrt, is_one_device, weight, bias=None, **rows):
             whole = whole | {name: lax.dynamic_update_slice_in_dim(whole[name], part, start, axes[name])}
         return whole, {name: total + found[name] for name, total in totals.items()}
 
-    size = _classes_of_block(hidden, classes) if is_one_device else classes
+    n_rows, units = hidden.shape
+    # The gradient of a block's logits, and copies of its weight and of the gradient of that.
+    bytes_of_class = n_rows * bytes_of_logit + 2 * units * hidden.dtype.itemsize
+    size = _classes_of_block(classes, bytes_of_class) if is_one_device else classes
     if size == classes:
         sums, found = block(0, classes)
     else:
@@ -293,14 +314,19 @@ def _cut(array, start, size, axis):
     return array if size == array.shape[axis] else lax.dynamic_slice_in_dim(array, start, size, axis)
 
 
-def _classes_of_block(hidden, classes) -> Any:
-    """Returns the number of classes of a block: whole tiles, or `classes` itself if one block has all."""
-    rows = hidden.shape[0]
-    if not (isinstance(rows, int) and isinstance(classes, int)):
+def _classes_of_block(classes, bytes_of_class) -> Any:
+    """Returns the number of classes of a block: whole tiles, or `classes` itself if one block has all.
+
+    If the classes are no whole tiles, the last block has few. A product with all of 50257 classes takes 1.4 times as long as
+    one of 50176 and one of 81 (H200): columns that are not aligned are slow.
+    """
+    if not (isinstance(classes, int) and isinstance(bytes_of_class, int)):
         return classes
-    most = max(MOST_WITH_GRADIENT // max(rows * _bytes_of_logit(hidden.dtype), 1), _LEAST_CLASSES)
-    blocks = -(-classes // most)
-    return classes if blocks <= 1 else -(-classes // (blocks * _TILE)) * _TILE
+    most = max(MOST_WITH_GRADIENT // max(bytes_of_class, 1), _LEAST_CLASSES)
+    blocks, tiles = -(-classes // most), classes // _TILE
+    if classes % _TILE and classes > _LEAST_CLASSES:
+        return tiles // blocks * _TILE
+    return -(-tiles // blocks) * _TILE if blocks > 1 else classes
 
 
 def _logits(head, hidden, weight, bias):

@@ -4,6 +4,9 @@ Blocks multiply tiles of 128 rows by 256 classes: a warpgroup copies operands to
 each. What they have of each row in a tile becomes a state, the maximum and the sum of the exponentials, and the score of the
 label if it is there; for an entropy also the sum of exponentials times exponents. XLA merges the states. Scores are sums in
 float32, which are not rounded.
+
+The gradient of logits multiplies once more, and has the states: what it has of each tile becomes the gradient of the logits
+there, which is the result. XLA multiplies it by the weight and by the hidden states.
 """
 
 import functools
@@ -27,6 +30,7 @@ from jaxsoftmax.ops.cross_entropy import linear, linear_terms, xla
 
 _CONSUMERS = 2
 _ROWS, _CLASSES = 64, 256  # a tile of each consumer
+_TILE_ROWS = _CONSUMERS * _ROWS
 _DEPTH, _STAGES = 64, 4  # shared memory: hidden units of a stage, and stages
 _SIDE_BY_SIDE = 16  # tiles of rows that blocks go over before the next classes: both operands stay in the L2 cache
 _LAYOUT = plgpu.Layout.WGMMA
@@ -43,30 +47,29 @@ class LinearLossPlan:
     remark = None
 
     def describe(self) -> str:
-        return f"tiles of {_CONSUMERS * _ROWS} rows by {_CLASSES} classes, {_STAGES} stages, {_CONSUMERS} consumer warpgroups"
+        return f"tiles of {_TILE_ROWS} rows by {_CLASSES} classes, {_STAGES} stages, {_CONSUMERS} consumer warpgroups"
 
     def run(self, **operands: Any) -> list[jax.Array]:
         """Computes the results of the operation from its operands."""
-        head = self.problem.params["head"]
-        if self.problem.operation is linear_terms.LINEAR_LOG_PROBS:
-            return_entropy = self.problem.params["return_entropy"]
-            compute = functools.partial(_log_prob_terms, head, self.blocks, return_entropy)
-            return linear_terms.of_batch(compute, linear_terms.present(**operands), ONE_DEVICE)
-        compute = functools.partial(_loss_terms, head, self.blocks)
-        return linear.of_batch(compute, operands["hidden"], operands["weight"], operands["labels"])
+        return _COMPUTE[self.problem.operation](self.blocks, self.problem.params, linear_terms.present(**operands))
 
 
 def plan(problem: Problem, target: Target) -> LinearLossPlan | Refusal:
     """Plans a problem of linear_cross_entropy or linear_log_probs."""
-    if problem.operation not in (linear.LINEAR_CROSS_ENTROPY, linear_terms.LINEAR_LOG_PROBS):
+    if problem.operation not in _COMPUTE:
         return Refusal(f"it has no kernel for {problem.operation.name}", lacks_kernel=True)
     if problem.devices:
         return Refusal("it does not merge over devices")
-    if problem.operation is linear_terms.LINEAR_LOG_PROBS:
+    if problem.operation is not linear.LINEAR_CROSS_ENTROPY:
         if "bias" in problem.operands or problem.params["head"].logits_soft_cap is not None:
             return Refusal("no kernel adds a bias, or caps logits")
         if problem.operands["labels"].shape[-1] != 1:
             return Refusal(f"a kernel finds one label of a row, got {problem.operands['labels'].shape[-1]}")
+    is_gradient = problem.operation is linear_terms.LINEAR_LOG_PROBS_VJP
+    if is_gradient and "scale" in problem.params["wrt"]:
+        return Refusal("no kernel differentiates by the temperature")
+    if is_gradient and len(problem.operands["labels"].shape) > 2:
+        return Refusal("the examples of a batch have gradients of the weight of their own")
     hidden, weight, units = problem.operands["hidden"], problem.operands["weight"], _units(problem.params["head"].class_axis)
     if hidden.dtype.name not in ("bfloat16", "float16"):
         return Refusal(f"hidden must be bfloat16 or float16, got {hidden.dtype}")
@@ -77,54 +80,67 @@ def plan(problem: Problem, target: Target) -> LinearLossPlan | Refusal:
     if not math.prod(weight.shape[-2:]):
         return Refusal(f"weight must have entries, got shape {weight.shape}")
     plan, size = LinearLossPlan(problem, target.multiprocessors), math.prod(weight.shape) * weight.dtype.itemsize
+    if is_gradient:  # it reads blocks of the weight, which are copied anyway
+        return plan
     is_copied = any(length % unit for length, unit in zip(weight.shape[-2:], units, strict=True))
     if is_copied and weight.dtype == hidden.dtype and size > linear.MOST:  # another dtype is cast there, too
         return Refusal(f"a copy of the weight would take {size} bytes, and parts of the logits {linear.MOST}", plan)
     return plan
 
 
-def _loss_terms(head, blocks, hidden, weight, labels) -> list[jax.Array]:
-    """Computes `head.terms` from `hidden` `[rows, H]`, a weight with `H` and the classes, and labels `[rows]`."""
-    m, d, score = _numbers(head.class_axis, blocks, hidden, weight, labels)
-    if head.axis_name:
-        return [m, d, score]
-    inside = (labels >= 0) & (labels < weight.shape[head.class_axis])
-    return xla.results_of(labels, m, d, jnp.where(inside, score, jnp.nan), dtype=m.dtype)
+def _loss_terms(blocks, params, operands) -> list[jax.Array]:
+    """Computes `head.terms` from `hidden` `[*batch, H]`, a weight with `H` and the classes, and labels `[*batch]`."""
+    head = params["head"]
+
+    def of_one(hidden, weight, labels):
+        m, d, score = _numbers(head.class_axis, blocks, hidden, weight, labels)
+        if head.axis_name:
+            return [m, d, score]
+        inside = (labels >= 0) & (labels < weight.shape[head.class_axis])
+        return xla.results_of(labels, m, d, jnp.where(inside, score, jnp.nan), dtype=m.dtype)
+
+    return linear.of_batch(of_one, operands["hidden"], operands["weight"], operands["labels"])
 
 
-def _log_prob_terms(head, blocks, return_entropy, hidden, weight, labels, scale=None) -> list[jax.Array]:
+def _log_prob_terms(blocks, params, operands) -> list[jax.Array]:
     """Computes the results of linear_log_probs. A scale is positive, or NaN."""
-    m, d, score, *exponents = _numbers(head.class_axis, blocks, hidden, weight, labels[:, 0], scale, return_entropy)
-    return [m, d, score[:, None], *exponents]
+
+    def of_one(hidden, weight, labels, scale=None):
+        options = {"scale": scale, "return_entropy": params["return_entropy"]}
+        m, d, score, *exponents = _numbers(params["head"].class_axis, blocks, hidden, weight, labels[:, 0], **options)
+        return [m, d, score[:, None], *exponents]
+
+    return linear_terms.of_batch(of_one, operands, ONE_DEVICE)
+
+
+def _gradients(blocks, params, operands) -> list[jax.Array]:
+    """Computes the results of linear_log_probs_vjp; XLA makes two of the three products."""
+    gradient = functools.partial(_gradient_of_logits, params["head"].class_axis, blocks)
+    own = operands["hidden"].dtype.itemsize
+    return linear_terms.gradients_by_blocks(params["head"], params["wrt"], gradient, own, **operands)
+
+
+_COMPUTE = {
+    linear.LINEAR_CROSS_ENTROPY: _loss_terms,
+    linear_terms.LINEAR_LOG_PROBS: _log_prob_terms,
+    linear_terms.LINEAR_LOG_PROBS_VJP: _gradients,
+}
 
 
 def _numbers(class_axis, blocks, hidden, weight, labels, scale=None, return_entropy=False) -> list[jax.Array]:
     """Computes the state `(m, d)` of each row, the score of its label, 0 if that is no class, and what an entropy needs."""
     rows, classes = hidden.shape[0], weight.shape[class_axis]
-    block = _CONSUMERS * _ROWS
-    hidden, padded = _padded(hidden, block, _DEPTH), jnp.pad(labels, (0, -rows % block), constant_values=-1)
-    weight = _padded(weight.astype(hidden.dtype), *_units(class_axis))
-    tiles = pl.cdiv(classes, _CLASSES)
-    has_label = (padded // _CLASSES).reshape(1, -1, _ROWS) == jnp.arange(tiles, dtype=labels.dtype)[:, None, None]
-    swizzled = plgpu.TilingTransform((8, _DEPTH)), plgpu.SwizzleTransform(128)
-    slot = (_CLASSES, _DEPTH) if class_axis == 0 else (_DEPTH, _CLASSES)
-    of_rows = [] if scale is None else [jnp.pad(scale * _LOG2E, (0, -rows % block))]
-    results = kernel_of(
-        functools.partial(_kernel, class_axis=class_axis, classes=classes, has_scale=scale is not None),
-        out_type=[jax.ShapeDtypeStruct((tiles, len(padded)), jnp.float32)] * (3 + return_entropy),
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=_CONSUMERS + 1,
-        thread_name="warpgroup",
-        scratch_types=[
-            plgpu.SMEM((_STAGES, block, _DEPTH), hidden.dtype, transforms=swizzled),
-            plgpu.SMEM((_STAGES, *slot), hidden.dtype, transforms=swizzled),
-            plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
-            plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=_STAGES),
-        ],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name="linear_cross_entropy_mosaic" if scale is None and not return_entropy else "linear_log_probs_mosaic",
-    )(hidden, weight, padded, jnp.any(has_label, -1).astype(jnp.int32), *of_rows)
+    hidden, weight, padded, has_label = _operands(class_axis, hidden, weight, labels)
+    tiles = len(has_label)
+    of_rows = [] if scale is None else [_padded(scale * _LOG2E, _TILE_ROWS)]
+    results = _launch(
+        functools.partial(_reduce, has_scale=scale is not None, classes=classes),
+        class_axis,
+        blocks,
+        (hidden, weight, padded, has_label, *of_rows),
+        [jax.ShapeDtypeStruct((tiles, len(padded)), jnp.float32)] * (3 + return_entropy),
+        name="linear_cross_entropy_mosaic" if scale is None and not return_entropy else "linear_log_probs_mosaic",
+    )
     maxima, parts, scores, *exponents = (part[:, :rows] for part in results)
     m, d, _ = online.merge_along(State(maxima, parts), 0, scale=scale)
     if return_entropy:
@@ -137,6 +153,74 @@ def _numbers(class_axis, blocks, hidden, weight, labels, scale=None, return_entr
     return [online.shift(m), d, score, *exponents]
 
 
+def _gradient_of_logits(class_axis, blocks, hidden, layer, labels, m, d, a=None, b=None, e=None, scale=None):
+    """Computes `LogProbHead.gradient` of a layer without bias and cap, by a scale that is positive, and None for that by it."""
+    weight, rows = layer["weight"], hidden.shape[0]
+    classes, zeros = weight.shape[class_axis], jnp.zeros(rows, jnp.float32)
+    hidden, weight, padded, has_label = _operands(class_axis, hidden, weight, labels[:, 0])
+    factor = 1.0 if scale is None else scale
+    counts = (labels[:, 0] != xla.NO_ROW) & (d != 0)
+    a, e = (zeros if each is None else jnp.where(counts, each * factor / jnp.where(counts, d, 1), 0) for each in (a, e))
+    unit = _LOG2E * factor
+    # In base 2, the exponent is `unit * x - shift`, and the weight times `a + e * exponent` is the gradient.
+    numbers = [jnp.zeros(rows) + unit, jnp.where(counts, unit * m, 0), a, zeros if b is None else b[:, 0] * factor]
+    numbers += [] if e is zeros else [e / _LOG2E]
+    (gradient,) = _launch(
+        functools.partial(_differentiate, has_entropy=e is not zeros, classes=classes),
+        class_axis,
+        blocks,
+        (hidden, weight, padded, has_label, *[_padded(number.astype(jnp.float32), _TILE_ROWS) for number in numbers]),
+        [jax.ShapeDtypeStruct((len(padded), -(-classes // 64) * 64), hidden.dtype)],
+        name="linear_log_probs_gradient_mosaic",
+        staged=True,
+    )
+    return gradient[:rows, :classes], None
+
+
+def _operands(class_axis, hidden, weight, labels) -> list[jax.Array]:
+    """Returns hidden states, weight and labels in whole tiles, and the tiles with a label, `[tiles of classes, rows / 64]`."""
+    padded = jnp.pad(labels, (0, -len(labels) % _TILE_ROWS), constant_values=-1)
+    tiles = jnp.arange(pl.cdiv(weight.shape[class_axis], _CLASSES), dtype=labels.dtype)
+    has_label = (padded // _CLASSES).reshape(1, -1, _ROWS) == tiles[:, None, None]
+    hidden, weight = _padded(hidden, _TILE_ROWS, _DEPTH), _padded(weight.astype(hidden.dtype), *_units(class_axis))
+    return [hidden, weight, padded, jnp.any(has_label, -1).astype(jnp.int32)]
+
+
+def _launch(epilogue, class_axis, blocks, operands, out_type, *, name, staged=False) -> list[jax.Array]:
+    """Multiplies hidden states by the weight, tile by tile, and runs `epilogue` on each tile of a consumer.
+
+    Args:
+      epilogue: `epilogue(tile, product, numbers of rows, results, staging)` stores what results have of a tile.
+      class_axis: axis of the weight that has the classes.
+      blocks: number of blocks.
+      operands: hidden states, weight, labels, tiles that have a label, and numbers of rows, all in whole tiles.
+      out_type: types of the results.
+      name: name of the kernel.
+      staged: True to give each consumer shared memory as large as its tile in 16 bits, in place of one stage.
+    """
+    dtype, stages = operands[0].dtype, _STAGES - staged
+    swizzled = plgpu.TilingTransform((8, _DEPTH)), plgpu.SwizzleTransform(128)
+    slot = (_CLASSES, _DEPTH) if class_axis == 0 else (_DEPTH, _CLASSES)
+    staging = [plgpu.SMEM((_CONSUMERS, _ROWS, _CLASSES), dtype, transforms=swizzled)] if staged else []
+    return kernel_of(
+        functools.partial(_kernel, epilogue=epilogue, class_axis=class_axis, counts=(len(operands) - 4, len(out_type))),
+        out_type=out_type,
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=_CONSUMERS + 1,
+        thread_name="warpgroup",
+        scratch_types=[
+            plgpu.SMEM((stages, _TILE_ROWS, _DEPTH), dtype, transforms=swizzled),
+            plgpu.SMEM((stages, *slot), dtype, transforms=swizzled),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
+            *staging,
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name=name,
+    )(*operands)
+
+
 def _units(class_axis) -> tuple[int, int]:
     """Returns the units that sizes of the weight must be multiples of."""
     return (8, _DEPTH) if class_axis == 0 else (_DEPTH, 64)
@@ -147,13 +231,13 @@ def _padded(array, *units):
     return jnp.pad(array, [(0, -size % unit) for size, unit in zip(array.shape, units, strict=True)])
 
 
-def _kernel(*refs, class_axis, classes, has_scale):
-    """Computes for each tile of classes the maxima, the sums, and the scores of labels in it: `[tiles of classes, rows]`."""
+def _kernel(*refs, epilogue, class_axis, counts):
+    """Multiplies tile by tile. `counts` are those of the numbers of rows, and of the results."""
     hidden, weight, labels, has_label, *refs = refs
-    factors = refs.pop(0) if has_scale else None
-    results, slots = refs[:-4], refs[-4:]  # stages of both operands; barriers that tell that they are full, and empty again
+    numbers, results, refs = refs[: counts[0]], refs[counts[0] : sum(counts)], refs[sum(counts) :]
+    slots, staging = refs[:4], refs[4:]  # stages of both operands; barriers that tell that they are full, and empty again
     steps = hidden.shape[1] // _DEPTH
-    tiles = hidden.shape[0] // (_CONSUMERS * _ROWS), pl.cdiv(classes, _CLASSES)
+    tiles = hidden.shape[0] // _TILE_ROWS, has_label.shape[0]
     warpgroup = lax.axis_index("warpgroup")
 
     def each_tile(body):
@@ -166,14 +250,59 @@ def _kernel(*refs, class_axis, classes, has_scale):
         return end
 
     pl.when(warpgroup == _CONSUMERS)(lambda: _produce(hidden, weight, slots, class_axis, each_tile))
-    multiply = functools.partial(_multiply, slots, warpgroup, steps, class_axis)
-    of_rows = labels, has_label, factors
-    consume = functools.partial(_consume, of_rows, results, slots[-1], classes, warpgroup, multiply, each_tile)
-    pl.when(warpgroup < _CONSUMERS)(consume)
+
+    @pl.when(warpgroup < _CONSUMERS)
+    def _():
+        plgpu.set_max_registers(232, action="increase")
+        empty = slots[-1]
+        for at in range(empty.shape[0]):
+            plgpu.barrier_arrive(empty.at[at])
+
+        def compute(row, column, before):
+            number = row * _CONSUMERS + warpgroup
+            tile = Tile(column, pl.ds(number * _ROWS, _ROWS), labels, has_label[column, number] > 0)
+            product = _multiply(slots, warpgroup, steps, class_axis, before)
+            epilogue(tile, product, numbers, results, [stage.at[warpgroup] for stage in staging])
+
+        each_tile(compute)
+        if staging:
+            plgpu.wait_smem_to_gmem(0)
 
 
-def _stage(step):
-    return lax.rem(step, jnp.int32(_STAGES))
+@dataclass(frozen=True)
+class Tile:
+    """Describes a consumer's tile: some rows, and some classes."""
+
+    column: Any  # its number along the classes
+    rows: Any
+    labels: Any  # of all rows
+    has_label: Any  # True if one of its rows has its label in it
+
+    @property
+    def first(self) -> Any:
+        """The number of its first class."""
+        return self.column * _CLASSES
+
+    def is_label(self, shape) -> Any:
+        """Marks the labels of rows that are in the tile."""
+        label = plgpu.load(self.labels.at[self.rows], layout=_LAYOUT.reduce(1), optimized=False) - self.first
+        return _columns(shape) == lax.broadcast_in_dim(label, shape, (0,))
+
+    def number(self, numbers) -> Any:
+        """Returns the numbers of its rows."""
+        return plgpu.load(numbers.at[self.rows], layout=_LAYOUT.reduce(1), optimized=False)
+
+
+def _columns(shape):
+    return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_LAYOUT)
+
+
+def _along_rows(numbers, shape):
+    return lax.broadcast_in_dim(numbers, shape, (0,))
+
+
+def _stage(step, slots):
+    return lax.rem(step, jnp.int32(slots.shape[0]))
 
 
 def _produce(hidden, weight, slots, class_axis, each_tile):
@@ -182,12 +311,12 @@ def _produce(hidden, weight, slots, class_axis, each_tile):
     plgpu.set_max_registers(40, action="decrease")
 
     def copy(row, column, before):
-        rows = pl.ds(row * (_CONSUMERS * _ROWS), _CONSUMERS * _ROWS)
+        rows = pl.ds(row * _TILE_ROWS, _TILE_ROWS)
         columns = pl.ds(column * _CLASSES, _CLASSES)
 
         @pl.loop(0, hidden.shape[1] // _DEPTH)
         def _(k):
-            at, deep = _stage(before + k), pl.ds(k * _DEPTH, _DEPTH)
+            at, deep = _stage(before + k, hidden_slots), pl.ds(k * _DEPTH, _DEPTH)
             plgpu.barrier_wait(empty.at[at])
             plgpu.copy_gmem_to_smem(hidden.at[rows, deep], hidden_slots.at[at], full.at[at])
             part = weight.at[columns, deep] if class_axis == 0 else weight.at[deep, columns]
@@ -195,9 +324,9 @@ def _produce(hidden, weight, slots, class_axis, each_tile):
 
     end = each_tile(copy)
 
-    @pl.loop(0, _STAGES)  # a barrier may not go while others arrive there
+    @pl.loop(0, hidden_slots.shape[0])  # a barrier may not go while others arrive there
     def _(k):
-        plgpu.barrier_wait(empty.at[_stage(end + k)])
+        plgpu.barrier_wait(empty.at[_stage(end + k, hidden_slots)])
 
 
 def _multiply(slots, warpgroup, steps, class_axis, before):
@@ -207,57 +336,59 @@ def _multiply(slots, warpgroup, steps, class_axis, before):
     def multiply(product):
         @pl.loop(0, steps)
         def _(k):
-            at = _stage(before + k)
+            at = _stage(before + k, hidden_slots)
             plgpu.barrier_wait(full.at[at])
             part = weight_slots.at[at]
             part = part.transpose((1, 0)) if class_axis == 0 else part
             plgpu.wgmma(product, hidden_slots.at[at, pl.ds(warpgroup * _ROWS, _ROWS)], part)
             plgpu.wgmma_wait(1)  # the step before has ended
-            pl.when(k > 0)(lambda: plgpu.barrier_arrive(empty.at[_stage(before + k - 1)]))
+            pl.when(k > 0)(lambda: plgpu.barrier_arrive(empty.at[_stage(before + k - 1, hidden_slots)]))
 
         return product[...]
 
     product = pl.run_scoped(multiply, plgpu.ACC((_ROWS, _CLASSES), jnp.float32))
-    plgpu.barrier_arrive(empty.at[_stage(before + steps - 1)])
+    plgpu.barrier_arrive(empty.at[_stage(before + steps - 1, hidden_slots)])
     return product
 
 
-def _consume(of_rows, results, empty, classes, warpgroup, multiply, each_tile):
-    """Reduces the scores of each tile to the states of its rows."""
-    plgpu.set_max_registers(232, action="increase")
-    labels, has_label, factors = of_rows
+def _reduce(tile, product, numbers, results, staging, *, has_scale, classes):
+    """Reduces the scores of a tile to the states of its rows."""
+    del staging
     maxima, sums, scores, *exponents = results
-    for at in range(_STAGES):
-        plgpu.barrier_arrive(empty.at[at])
+    at = tile.column, tile.rows
 
-    def compute(row, column, before):
-        number = row * _CONSUMERS + warpgroup
-        own_rows, first = pl.ds(number * _ROWS, _ROWS), column * _CLASSES
-        product = multiply(before)
+    @pl.when(tile.has_label)
+    def _():
+        scores[at] = jnp.sum(jnp.where(tile.is_label(product.shape), product, 0.0), 1)
 
-        def columns():
-            return plgpu.broadcasted_iota(jnp.int32, product.shape, 1, layout=_LAYOUT)
+    if classes % _CLASSES:
 
-        @pl.when(has_label[column, number] > 0)
-        def _():
-            label = plgpu.load(labels.at[own_rows], layout=_LAYOUT.reduce(1), optimized=False) - first
-            is_label = columns() == lax.broadcast_in_dim(label, product.shape, (0,))
-            scores[column, own_rows] = jnp.sum(jnp.where(is_label, product, 0.0), 1)
+        def without_others(x):
+            return jnp.where(_columns(x.shape) < classes - tile.first, x, -jnp.inf)
 
-        if classes % _CLASSES:
-            is_last = first + _CLASSES > classes
-            product = lax.cond(is_last, lambda x: jnp.where(columns() < classes - first, x, -jnp.inf), lambda x: x, product)
-        m = jnp.max(product, 1)
-        maxima[column, own_rows] = m
-        factor = _LOG2E if factors is None else plgpu.load(factors.at[own_rows], layout=_LAYOUT.reduce(1), optimized=False)
-        shifted = lax.broadcast_in_dim(online.shift(m) * factor, product.shape, (0,))
-        if factors is not None:
-            factor = lax.broadcast_in_dim(factor, product.shape, (0,))
-        exponent = product * factor - shifted
-        weights = jnp.exp2(exponent)
-        sums[column, own_rows] = jnp.sum(weights, 1)
-        for sums_of_exponents in exponents:
-            bounded = jnp.maximum(exponent, _LEAST_EXPONENT)
-            sums_of_exponents[column, own_rows] = jnp.sum(weights * bounded, 1) * (1 / _LOG2E)
+        product = lax.cond(tile.first + _CLASSES > classes, without_others, lambda x: x, product)
+    m = jnp.max(product, 1)
+    maxima[at] = m
+    factor = tile.number(numbers[0]) if has_scale else _LOG2E
+    shifted = _along_rows(online.shift(m) * factor, product.shape)
+    exponent = product * (_along_rows(factor, product.shape) if has_scale else factor) - shifted
+    weights = jnp.exp2(exponent)
+    sums[at] = jnp.sum(weights, 1)
+    for sums_of_exponents in exponents:
+        bounded = jnp.maximum(exponent, _LEAST_EXPONENT)
+        sums_of_exponents[at] = jnp.sum(weights * bounded, 1) * (1 / _LOG2E)
 
-    each_tile(compute)
+
+def _differentiate(tile, product, numbers, results, staging, *, has_entropy, classes):
+    """Turns the scores of a tile into their gradient, and stores it by way of shared memory."""
+    (gradient,), (stage,) = results, staging
+    unit, shift, a, b, *e = (functools.partial(_along_rows, tile.number(each), product.shape) for each in numbers)
+    exponent = product * unit() - shift()
+    weights = jnp.exp2(exponent)
+    factor = a() + e[0]() * jnp.maximum(exponent, _LEAST_EXPONENT) if has_entropy else a()
+    total = weights * factor
+    total = lax.cond(tile.has_label, lambda x: x + jnp.where(tile.is_label(x.shape), b(), 0.0), lambda x: x, total)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left
+    stage[...] = total.astype(stage.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(stage, gradient.at[tile.rows, pl.ds(tile.first, _CLASSES)])
