@@ -70,7 +70,7 @@ def plan(problem: Problem, target: Target) -> LinearLossPlan | Refusal:
         return Refusal("no kernel differentiates by the temperature")
     if is_gradient and len(problem.operands["labels"].shape) > 2:
         return Refusal("the examples of a batch have gradients of the weight of their own")
-    hidden, weight, units = problem.operands["hidden"], problem.operands["weight"], _units(problem.params["head"].class_axis)
+    hidden, weight = problem.operands["hidden"], problem.operands["weight"]
     if hidden.dtype.name not in ("bfloat16", "float16"):
         return Refusal(f"hidden must be bfloat16 or float16, got {hidden.dtype}")
     if not math.prod(hidden.shape[:-1]):
@@ -79,13 +79,7 @@ def plan(problem: Problem, target: Target) -> LinearLossPlan | Refusal:
         return Refusal(f"the examples of a batch must share the weight, got {math.prod(weight.shape[:-2])} weights")
     if not math.prod(weight.shape[-2:]):
         return Refusal(f"weight must have entries, got shape {weight.shape}")
-    plan, size = LinearLossPlan(problem, target.multiprocessors), math.prod(weight.shape) * weight.dtype.itemsize
-    if is_gradient:  # it reads blocks of the weight, which are copied anyway
-        return plan
-    is_copied = any(length % unit for length, unit in zip(weight.shape[-2:], units, strict=True))
-    if is_copied and weight.dtype == hidden.dtype and size > linear.MOST:  # another dtype is cast there, too
-        return Refusal(f"a copy of the weight would take {size} bytes, and parts of the logits {linear.MOST}", plan)
-    return plan
+    return LinearLossPlan(problem, target.multiprocessors)
 
 
 def _loss_terms(blocks, params, operands) -> list[jax.Array]:
@@ -130,17 +124,27 @@ _COMPUTE = {
 def _numbers(class_axis, blocks, hidden, weight, labels, scale=None, return_entropy=False) -> list[jax.Array]:
     """Computes the state `(m, d)` of each row, the score of its label, 0 if that is no class, and what an entropy needs."""
     rows, classes = hidden.shape[0], weight.shape[class_axis]
-    hidden, weight, padded, has_label = _operands(class_axis, hidden, weight, labels)
-    tiles = len(has_label)
     of_rows = [] if scale is None else [_padded(scale * _LOG2E, _TILE_ROWS)]
-    results = _launch(
-        functools.partial(_reduce, has_scale=scale is not None, classes=classes),
-        class_axis,
-        blocks,
-        (hidden, weight, padded, has_label, *of_rows),
-        [jax.ShapeDtypeStruct((tiles, len(padded)), jnp.float32)] * (3 + return_entropy),
-        name="linear_cross_entropy_mosaic" if scale is None and not return_entropy else "linear_log_probs_mosaic",
-    )
+    pieces: list[list[jax.Array]] = []
+    size = _classes_of_piece(class_axis, weight, hidden.dtype)
+    for start in range(0, classes, size):
+        piece = lax.slice_in_dim(weight, start, min(start + size, classes), axis=class_axis)
+        if pieces:  # only one copy of a piece is in memory
+            piece, _ = lax.optimization_barrier((piece, pieces[-1]))
+        operands = _operands(class_axis, hidden, piece, labels - start)
+        own = piece.shape[class_axis]
+        pieces.append(
+            _launch(
+                functools.partial(_reduce, has_scale=scale is not None, classes=own),
+                class_axis,
+                blocks,
+                (*operands, *of_rows),
+                [jax.ShapeDtypeStruct((pl.cdiv(own, _CLASSES), len(operands[2])), jnp.float32)] * (3 + return_entropy),
+                name="linear_cross_entropy_mosaic" if scale is None and not return_entropy else "linear_log_probs_mosaic",
+            )
+        )
+    results = pieces[0] if len(pieces) == 1 else [jnp.concatenate(tiles) for tiles in zip(*pieces, strict=True)]
+    tiles = pl.cdiv(classes, _CLASSES)
     maxima, parts, scores, *exponents = (part[:, :rows] for part in results)
     m, d, _ = online.merge_along(State(maxima, parts), 0, scale=scale)
     if return_entropy:
@@ -219,6 +223,16 @@ def _launch(epilogue, class_axis, blocks, operands, out_type, *, name, staged=Fa
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=name,
     )(*operands)
+
+
+def _classes_of_piece(class_axis, weight, dtype) -> int:
+    """Returns the classes that a kernel reads: all, or whole tiles of a part of the weight that is cast or padded, a copy."""
+    classes = weight.shape[class_axis]
+    is_whole = all(size % unit == 0 for size, unit in zip(weight.shape, _units(class_axis), strict=True))
+    if is_whole and weight.dtype == dtype:
+        return classes
+    pieces = pl.cdiv(math.prod(weight.shape) * dtype.itemsize, linear.MOST)
+    return pl.cdiv(classes, pieces * _CLASSES) * _CLASSES
 
 
 def _units(class_axis) -> tuple[int, int]:
