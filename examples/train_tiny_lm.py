@@ -27,22 +27,10 @@ device has all logits. Eight CPU devices will do to try it:
     JAX_NUM_CPU_DEVICES=8 uv run examples/train_tiny_lm.py --mesh data=2,sequence=2,vocabulary=2
 """
 
-import os
-import signal
-import sys
-from pathlib import Path
+from examples import startup
 
-
-def leave_at_once(*_: object) -> None:
-    """Ends the program on Ctrl-C while it imports, when there is nothing to save: whatever is imported cannot object."""
-    print(f"\n{Path(__file__).name}: interrupted", file=sys.stderr, flush=True)
-    os._exit(130)
-
-
-if __name__ == "__main__":  # before the imports below, which take half a minute on a slow disk
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, leave_at_once)
-    print("importing JAX, Flax and what else is needed ...", flush=True)
+if __name__ == "__main__":
+    startup.importing("JAX, Flax and what else is needed")
 
 import argparse
 import contextlib
@@ -51,11 +39,15 @@ import hashlib
 import json
 import logging
 import math
+import os
 import shutil
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -487,12 +479,12 @@ def record_digest(record: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
-def table(state: TrainState | dict[str, nnx.State]) -> dict[str, jax.Array]:
+def table(state: Any) -> dict[str, jax.Array]:
     leaves = jax.tree.leaves_with_path(state)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-def save_checkpoint(out: Path, state: TrainState, record: dict[str, Any]) -> None:
+def save_checkpoint(out: Path, state: Any, record: dict[str, Any]) -> None:
     older = checkpoints(out)
     number = 1 + (int(older[-1].name.removeprefix("save_")) if older else 0)
     unfinished = out.absolute() / "checkpoints" / "unfinished"
@@ -508,7 +500,8 @@ def save_checkpoint(out: Path, state: TrainState, record: dict[str, Any]) -> Non
 
 def is_finished(record: dict[str, Any]) -> bool:
     """Tells whether a run has come to its last step, after which it is evaluated."""
-    return bool(record["held_out"]) and record["held_out"][-1][0] == record["settings"]["steps"]
+    held_out = record.get("held_out")  # grpo_tiny.py, which shares checkpoints, has no such evaluations
+    return bool(held_out) and held_out[-1][0] == record["settings"]["steps"]
 
 
 def read_record(save: Path, settings: dict[str, Any] | None, option: str) -> dict[str, Any]:
@@ -702,6 +695,14 @@ def readable(text: np.ndarray) -> str:
     return shown.encode(encoding, errors="replace").decode(encoding)
 
 
+def peak_memory() -> int | None:
+    """Prints and returns the largest number of bytes of the device's memory in use; None where JAX does not count them."""
+    memory = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    if memory is not None:
+        print(f"at most {memory / 1e9:.2f} GB of the device's memory were in use")
+    return memory
+
+
 def report(args: argparse.Namespace, run: Run, state: TrainState, record: dict[str, Any], data: Data) -> dict[str, Any]:
     """Prints the result and a sample, and writes the loss curve and the numbers, which it returns."""
     losses = np.asarray(state.losses)
@@ -710,9 +711,7 @@ def report(args: argparse.Namespace, run: Run, state: TrainState, record: dict[s
     sample = np.asarray(run.sample(state.params, jnp.asarray(prompt)))
     speed = tokens_per_second(args, args.steps, record)
     print(f"trained at {speed:,.0f} tokens/s, evaluations and compilation left out")
-    memory = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    if memory is not None:
-        print(f"at most {memory / 1e9:.2f} GB of the device's memory were in use")
+    memory = peak_memory()
     print(f"held out: {bits:.3f} bits/byte; a trigram model of the same split: {data.trigram_bits:.3f} bits/byte")
     print(f"sample, after {args.context} held-out bytes that end in {readable(prompt[-30:])!r}:\n{readable(sample)}")
     results = {
@@ -840,14 +839,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 @contextlib.contextmanager
-def memory_errors(args: argparse.Namespace) -> Iterator[None]:
-    """Turns JAX's error into MemoryError."""
+def memory_errors(what: str) -> Iterator[None]:
+    """Turns JAX's error into MemoryError, which says what was too large."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise MemoryError(f"--attention {args.attention} runs out of memory: try a smaller --batch") from None
+        raise MemoryError(f"{what} runs out of memory: try a smaller --batch") from None
 
 
 def mesh_of(args: argparse.Namespace) -> contextlib.AbstractContextManager[Any]:
@@ -874,7 +873,7 @@ def make_folder(out: Path) -> None:
 
 def train_one(args: argparse.Namespace, text: str, training: np.ndarray, held_out: np.ndarray) -> None:
     args.attention, line = choose_attention(args)
-    with memory_errors(args), mesh_of(args):
+    with memory_errors(f"--attention {args.attention}"), mesh_of(args):
         run, state, record = begin(args, text)
         make_folder(args.out)
         print(line)
@@ -888,7 +887,7 @@ def compare(args: argparse.Namespace, text: str, training: np.ndarray, held_out:
     for one in runs:
         one.resume = args.resume and bool(checkpoints(one.out))
         if one.resume:
-            with memory_errors(one), mesh_of(one):
+            with memory_errors(f"--attention {one.attention}"), mesh_of(one):
                 begin(one, text)  # so that one that is not of this run is refused before another one is trained
     if args.resume and not any(one.resume for one in runs):
         raise InputError(f"--resume: no checkpoint in {' or '.join(str(one.out) for one in runs)}")
@@ -899,7 +898,7 @@ def compare(args: argparse.Namespace, text: str, training: np.ndarray, held_out:
     for one in runs:
         print(f"\n{choose_attention(one)[1]}")
         try:
-            with memory_errors(one), mesh_of(one):
+            with memory_errors(f"--attention {one.attention}"), mesh_of(one):
                 run, state, record = begin(one, text)
                 finished[one.attention] = report(one, run, train(one, run, state, record, data), record, data)
         except MemoryError as error:
@@ -944,23 +943,27 @@ def train_and_report(args: argparse.Namespace) -> None:
     (compare if args.compare else train_one)(args, text, training, held_out[:HELD_OUT_LIMIT])
 
 
-def main(argv: list[str] | None = None) -> int:
+def exit_code(script: str, work: Callable[[], None]) -> int:
+    """Does the work of a script, turns an error or an interrupt into one line on standard error, and returns the exit code."""
     logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells each of its steps there
     try:
-        train_and_report(parse_arguments(argv))
+        work()
     except InputError as error:
-        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
+        print(f"{Path(script).name}: error: {error}", file=sys.stderr)
         return 2
     except (OSError, FloatingPointError, MemoryError) as error:
-        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
+        print(f"{Path(script).name}: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as interrupt:
-        print(f"{Path(__file__).name}: interrupted{interrupt}", file=sys.stderr)
+        print(f"{Path(script).name}: interrupted{interrupt}", file=sys.stderr)
         return 130
     return 0
 
 
+def main(argv: list[str] | None = None) -> int:
+    return exit_code(__file__, lambda: train_and_report(parse_arguments(argv)))
+
+
 if __name__ == "__main__":
-    if signal.getsignal(signal.SIGINT) is leave_at_once:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    startup.imported()
     sys.exit(main())

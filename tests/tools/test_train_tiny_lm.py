@@ -769,7 +769,7 @@ def importing(tmp_path):
     (tmp_path / "slow" / "jax").mkdir(parents=True)
     slowly = "import time\ntry:\n    time.sleep(600)\nexcept BaseException:\n    time.sleep(600)\n"
     (tmp_path / "slow" / "jax" / "__init__.py").write_text(slowly)
-    environment = os.environ | {"PYTHONPATH": str(tmp_path / "slow")}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path / "slow"), str(SCRIPT.parents[1])])}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     # Where the tests run in the background of a shell they ignore Ctrl-C, and what they start would too.
     ignoring = signal.signal(signal.SIGINT, signal.default_int_handler)
