@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import export
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -156,6 +157,43 @@ def test_rows_that_do_not_take_part_may_hold_anything():
     oracle.assert_same_in_float64(gradients, expected)
 
 
+@X64
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("n", [None, 2])
+def test_cotangents_of_rows_that_do_not_take_part_may_be_anything(n):
+    arrays, where = given(rows=(150,), n=n), np.random.default_rng(3).random(150) < 0.6
+    wrt, tokens = split(arrays)
+
+    def pull(f, cotangents):
+        return jax.vjp(lambda wrt: f(wrt | tokens, where=where, **ALL), wrt)[1](cotangents)
+
+    cotangents = [np.where(where, 1.5, np.nan + each.T).T for each in whole(arrays, **ALL)]
+    zeros = [np.nan_to_num(each) for each in cotangents]
+    oracle.assert_same_in_float64(pull(by_blocks, tuple(cotangents)), pull(whole, tuple(zeros)))
+
+
+@X64
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("n", [None, 3])
+def test_classes_whose_bias_is_minus_infinity_are_excluded(n):
+    """Some tokens are excluded, too, and have the log-probability -inf, which the loss leaves out."""
+    arrays = given(rows=(150,), n=n)
+    arrays["bias"][:170:2] = -np.inf
+
+    def run(f):
+        def loss(wrt):
+            results = f(wrt | split(arrays)[1], **ALL)
+            return total([jnp.where(each > -jnp.inf, each, 0) for each in results]), results
+
+        (_, results), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(split(arrays)[0])
+        assert np.isneginf(results[0]).any()
+        return [np.where(np.isneginf(each), -99, each) for each in results], gradients
+
+    found, expected = run(by_blocks), run(whole)
+    assert all(np.isfinite(each).all() for each in jax.tree.leaves(expected))
+    oracle.assert_same_in_float64(found, expected)
+
+
 def test_a_token_that_is_no_class_gives_nan_and_the_gradient_of_the_log_sum_exp():
     arrays = given(rows=(4,), dtype=np.float32)
     arrays["tokens"][1:3] = -1, CLASSES
@@ -172,6 +210,16 @@ def test_a_temperature_in_an_array_that_is_not_larger_than_0_gives_nan():
     log_p, entropy = jax.jit(functools.partial(by_blocks, return_entropy=True))(arrays)
     for found in (log_p, entropy):
         np.testing.assert_array_equal(np.isnan(found), [False, True, True, True])
+
+
+@pytest.mark.parametrize("temperature", [1e38, np.inf, jnp.inf * jnp.ones(4)])
+def test_a_huge_temperature_makes_classes_equal_except_excluded_ones(temperature):
+    arrays = given(rows=(4,), dtype=np.float32) | {"temperature": temperature}
+    arrays["bias"][:100], arrays["tokens"][:] = -np.inf, 200
+    (log_p, entropy, lse), gradients = with_gradients(by_blocks, arrays, **ALL)
+    for found, expected in ((log_p, -1), (entropy, 1), (lse, 1)):
+        np.testing.assert_allclose(found, expected * np.log(CLASSES - 100), rtol=1e-6)
+    assert all(np.isfinite(gradient).all() for gradient in gradients.values())
 
 
 @pytest.mark.parametrize("temperature", [1, 0.7])
@@ -353,6 +401,19 @@ def test_classes_that_devices_share_in_a_shard_map(n, check_vma):
 
 
 @X64
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_rows_that_do_not_take_part_where_devices_share_classes(kind):
+    mesh, where = make_mesh(kind), np.arange(64) % 3 > 0
+    one = with_gradients(by_blocks, given(rows=(64,), classes=320), where=where, return_entropy=True)
+    with jax.set_mesh(mesh):
+        arrays, _ = placed(mesh, P("data"), P(None, "model"), given(rows=(64,), classes=320))
+        mask = jax.device_put(where, jax.NamedSharding(mesh, P("data")))
+        found = with_gradients(by_blocks, arrays, where=mask, return_entropy=True)
+    oracle.assert_same_in_float64(found, one)
+
+
+@X64
 @pytest.mark.parametrize("sizes", ["rows", "rows, classes"])
 def test_symbolic_shapes_are_exported(sizes):
     rows, classes = (*export.symbolic_shape(sizes), CLASSES)[:2]
@@ -375,6 +436,28 @@ def test_empty_rows():
     found, gradients = with_gradients(by_blocks, arrays, **ALL)
     assert [each.shape for each in found] == [(0,)] * 3
     np.testing.assert_array_equal(gradients["weight"], 0)
+
+
+@pytest.mark.parametrize("n", [None, 2])
+def test_without_classes_results_and_gradients_are_those_of_whole_logits(n):
+    arrays = given(rows=(4,), n=n, dtype=np.float32)
+    arrays |= {"weight": arrays["weight"][:, :0], "bias": arrays["bias"][:0]}
+    found, gradients = with_gradients(by_blocks, arrays, **ALL)
+    jax.tree.map(
+        np.testing.assert_array_equal, (list(found), gradients["hidden"]), (list(whole(arrays, **ALL)), np.zeros((4, HIDDEN)))
+    )
+    assert np.isnan(found[0]).all()
+    assert gradients["weight"].shape == (HIDDEN, 0)
+
+
+def test_a_temperature_may_be_a_traced_parameter():
+    arrays = given(rows=(4,), dtype=np.float32)
+
+    @jax.jit
+    def run(temperature):
+        return by_blocks(arrays | {"temperature": nnx.Param(temperature)})
+
+    np.testing.assert_array_equal(run(0.7), jax.jit(lambda t: by_blocks(arrays | {"temperature": t}))(0.7))
 
 
 def test_it_runs_on_kernels_and_is_explained():

@@ -326,6 +326,23 @@ def test_interpreted_log_probs_are_right(shape, is_scaled):
     check_log_probs((log_p, np.log(d) - exponents / d, lse), (hidden, weight, tokens), shape[3], temperature)
 
 
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30])
+def test_interpreted_log_probs_of_a_low_temperature_have_one_class_left(temperature):
+    hidden, weight, tokens = given(128, 64, 300, 1, "bfloat16")
+    f = functools.partial(plans.linear_problem_of, LogProbHead(1, None, None), return_entropy=True)
+
+    def run(hidden, weight, labels):
+        operands = {"hidden": hidden, "weight": weight, "labels": labels, "scale": jnp.full(128, 1 / temperature)}
+        return plans.run(f, operands, replace(HOPPER, multiprocessors=2))
+
+    _, d, _, exponents = kernels.interpreted(run, hidden, weight, jnp.asarray(tokens)[:, None])
+    scores = np.sort(np.float64(hidden) @ np.float64(weight), 1)
+    is_alone = (scores[:, -1] - scores[:, -2]) / temperature > 30
+    assert is_alone.sum() > 100
+    np.testing.assert_array_equal(d[is_alone], 1)
+    np.testing.assert_allclose(exponents[is_alone], 0, atol=1e-10)
+
+
 @pytest.mark.parametrize(("is_scaled", "has_entropy"), [(True, True), (False, True), (True, False)])
 @pytest.mark.parametrize("shape", cases.every_other(SHAPES), ids=cases.ident)
 def test_interpreted_gradients_of_log_probs_are_right(shape, is_scaled, has_entropy, monkeypatch):

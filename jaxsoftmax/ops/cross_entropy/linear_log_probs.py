@@ -186,14 +186,15 @@ def linear_log_probs(
 
 def _scale(temperature, rows, kind) -> jax.Array:
     """Returns the inverse of temperatures, `[*rows]`; NaN for those that are not larger than 0."""
-    if not isinstance(temperature, jax.Array):
+    if not (isinstance(temperature, jax.Array) or hasattr(temperature, "__jax_array__")):  # these may be traced
         numbers = np.asarray(temperature)
         is_real = numbers.dtype.kind in "fiu" or numbers.dtype == jnp.bfloat16
         if is_real and not np.all(numbers > 0):
             raise ValueError(f"{_NAME}: temperature must be larger than 0, got {arguments.shown(temperature)}")
     temperature = row_scale(_NAME, temperature, (*rows, 1), (len(rows),), kind, name="temperature")
     temperature = jnp.broadcast_to(jnp.squeeze(jnp.asarray(temperature), len(rows)), rows)
-    return jnp.where(temperature > 0, 1 / jnp.where(temperature > 0, temperature, 1), jnp.nan)
+    most = 1 / float(jnp.finfo(kind).tiny)  # a larger temperature has the inverse 0, and 0 times an infinite score is NaN
+    return jnp.where(temperature > 0, 1 / jnp.minimum(jnp.where(temperature > 0, temperature, 1), most), jnp.nan)
 
 
 def _stacked(names, head, axis_name, classes, flags, row_axes, class_axes, *arrays) -> jax.Array:
@@ -231,6 +232,10 @@ def _stacked(names, head, axis_name, classes, flags, row_axes, class_axes, *arra
     return_entropy, return_lse = flags
     log_p, lse, *others = _results(head, (*axis_name, *class_axes), return_entropy, flat)
     results = [log_p, *([others[0][:, None]] if return_entropy else []), *([lse[:, None]] if return_lse else [])]
+    if counts is not None:  # here, not in `_results`: a cotangent of NaN there would be in the gradient of the weight
+        counts = _alike_on_all((*axis_name, *class_axes), counts)
+        constants = [0.0] * (1 + return_entropy) + [-jnp.inf] * return_lse
+        results = [jnp.where(counts.reshape(-1, 1), *pair) for pair in zip(results, constants, strict=True)]
     stacked = jnp.concatenate(results, 1)
     return stacked.reshape(*rows, stacked.shape[1])
 
@@ -257,7 +262,6 @@ def _results(head: LogProbHead, axis_name: tuple[str, ...], return_entropy: bool
     options = {"return_entropy": return_entropy, "return_state": True, "dtype": m.dtype}
     scale = None if scale is None else scale[:, None]
     nll, lse, *others = xla.results_of(labels, m, d, chosen, *exponents, scale=scale, **options)
-    lse = jnp.where(labels == NO_ROW, -jnp.inf, lse)
     return [-nll, *(number[:, 0] for number in (lse, *others))]
 
 

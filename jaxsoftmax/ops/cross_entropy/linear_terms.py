@@ -325,7 +325,7 @@ def _classes_of_block(classes, bytes_of_class) -> Any:
     most = max(MOST_WITH_GRADIENT // max(bytes_of_class, 1), _LEAST_CLASSES)
     blocks, tiles = -(-classes // most), classes // _TILE
     if classes % _TILE and classes > _LEAST_CLASSES:
-        return tiles // blocks * _TILE
+        return max(tiles // blocks, 1) * _TILE
     return -(-tiles // blocks) * _TILE if blocks > 1 else classes
 
 

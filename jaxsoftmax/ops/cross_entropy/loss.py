@@ -139,7 +139,9 @@ class LogProbHead:
         of_scale = None
         if wants_scale:
             mean, chosen, *sums = self._sums(x, xla.capped(x, self.logits_soft_cap), labels, m, d, scale, e is not None)
-            parts = [a * mean if a is not None else 0, jnp.sum(b * chosen, 1) if b is not None else 0]
+            if b is not None:
+                chosen = b * jnp.where(b != 0, chosen, 0)  # the score of a class that a bias of -inf excludes is infinite
+            parts = [a * mean if a is not None else 0, jnp.sum(chosen, 1) if b is not None else 0]
             of_scale = sum(parts) + (e * sums[0] if e is not None else 0) + jnp.zeros_like(m)
         return gradient, of_scale
 

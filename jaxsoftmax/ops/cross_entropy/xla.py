@@ -244,7 +244,9 @@ def entry_at(values, labels, axes, otherwise):
     """Returns the values at the labels, or `otherwise` where a label is no entry of the row."""
     (axis,) = axes
     size = values.shape[axis]
-    if size == 0 or any(jax.typeof(values).sharding.spec[axis : axis + 1]):  # along explicit mesh axes JAX does not gather
+    if size == 0:
+        chosen = sum_along(values, axes)  # zeros
+    elif any(jax.typeof(values).sharding.spec[axis : axis + 1]):  # along explicit mesh axes JAX does not gather
         chosen = sum_along(select(_is_at(values, labels, axes), values, 0), axes)
     else:
         chosen = jnp.take_along_axis(values, jnp.clip(labels, 0, size - 1), axis, mode="promise_in_bounds")

@@ -166,8 +166,8 @@ def _gradient_of_logits(class_axis, blocks, hidden, layer, labels, m, d, a=None,
     counts = (labels[:, 0] != xla.NO_ROW) & (d != 0)
     a, e = (zeros if each is None else jnp.where(counts, each * factor / jnp.where(counts, d, 1), 0) for each in (a, e))
     unit = _LOG2E * factor
-    # In base 2, the exponent is `unit * x - shift`, and the weight times `a + e * exponent` is the gradient.
-    numbers = [jnp.zeros(rows) + unit, jnp.where(counts, unit * m, 0), a, zeros if b is None else b[:, 0] * factor]
+    # In base 2, the exponent is `(x - m) * unit`, and the weight times `a + e * exponent` is the gradient.
+    numbers = [zeros + unit, jnp.where(counts, m, 0), a, zeros if b is None else b[:, 0] * factor]
     numbers += [] if e is zeros else [e / _LOG2E]
     (gradient,) = _launch(
         functools.partial(_differentiate, has_entropy=e is not zeros, classes=classes),
@@ -383,9 +383,11 @@ def _reduce(tile, product, numbers, results, staging, *, has_scale, classes):
         product = lax.cond(tile.first + _CLASSES > classes, without_others, lambda x: x, product)
     m = jnp.max(product, 1)
     maxima[at] = m
-    factor = tile.number(numbers[0]) if has_scale else _LOG2E
-    shifted = _along_rows(online.shift(m) * factor, product.shape)
-    exponent = product * (_along_rows(factor, product.shape) if has_scale else factor) - shifted
+    if has_scale:  # the difference first: at low temperatures the products are so large that they are rounded by more than 1
+        below = product - _along_rows(online.shift(m), product.shape)
+        exponent = below * _along_rows(tile.number(numbers[0]), product.shape)
+    else:
+        exponent = product * _LOG2E - _along_rows(online.shift(m) * _LOG2E, product.shape)
     weights = jnp.exp2(exponent)
     sums[at] = jnp.sum(weights, 1)
     for sums_of_exponents in exponents:
@@ -396,8 +398,8 @@ def _reduce(tile, product, numbers, results, staging, *, has_scale, classes):
 def _differentiate(tile, product, numbers, results, staging, *, has_entropy, classes):
     """Turns the scores of a tile into their gradient, and stores it by way of shared memory."""
     (gradient,), (stage,) = results, staging
-    unit, shift, a, b, *e = (functools.partial(_along_rows, tile.number(each), product.shape) for each in numbers)
-    exponent = product * unit() - shift()
+    unit, m, a, b, *e = (functools.partial(_along_rows, tile.number(each), product.shape) for each in numbers)
+    exponent = (product - m()) * unit()
     weights = jnp.exp2(exponent)
     factor = a() + e[0]() * jnp.maximum(exponent, _LEAST_EXPONENT) if has_entropy else a()
     total = weights * factor
