@@ -9,6 +9,7 @@ or left out for any; and one limit:
     us_at_most               the time of ours in microseconds
     error_at_most            the error of ours
     millijoules_at_most      the energy of a call of ours as a multiple of that of `peer`
+    memory_at_most           the temporaries of ours, as below, as a multiple of those of `peer`
     temporaries_at_most      bytes that ours takes beyond inputs and outputs
     scaling_at_least         of n devices: the time of ours on one device, over n times its time on all
 
@@ -36,7 +37,7 @@ from benchmarks.results import Row
 
 FILE = Path(__file__).with_name("bars.toml")
 FILTERS = ("op", "pass", "dtype", "shape", "options")
-AGAINST_PEER = ("ratio_at_least", "time_at_most", "millijoules_at_most")
+AGAINST_PEER = ("ratio_at_least", "time_at_most", "millijoules_at_most", "memory_at_most")
 AGAINST_CELL = ("time_at_most", "time_per_block_at_most")
 SCALING = "scaling_at_least"
 LIMITS = (*AGAINST_PEER, "time_per_block_at_most", "us_at_most", "error_at_most", "temporaries_at_most", SCALING)
@@ -233,6 +234,10 @@ def _found(bar: Bar, cell: Cell, rows: _Rows, blocks: dict[tuple[str, ...], int]
         if ours.millijoules is None or peer.millijoules is None:
             return "no millijoules"
         return ours.millijoules / peer.millijoules
+    if bar.limit == "memory_at_most":
+        if ours.temporaries is None or not peer.temporaries:
+            return "no temporaries"
+        return ours.temporaries / peer.temporaries
     return ours.speed / peer.speed if bar.limit == "ratio_at_least" else ours.fastest_us / peer.fastest_us
 
 

@@ -31,6 +31,7 @@ from benchmarks import (
     harness,
     host,
     linear_cross_entropy,
+    linear_log_probs,
     links,
     log_probs,
     nvml,
@@ -64,6 +65,7 @@ COOL = {cell.name: cell for cell in sustained.cool_cells()}
 DECODING = {cell.name: cell for cell in decoding.cells()}
 LOSSES = {cell.name: cell for cell in cross_entropy.cells()}
 LINEAR = {cell.name: cell for cell in linear_cross_entropy.cells()}
+LINEAR_LOG_PROBS = {cell.name: cell for cell in linear_log_probs.cells()}
 TOP_K = {cell.name: cell for cell in top_k.cells()}
 SAMPLER = {cell.name: cell for cell in sampler.cells()}
 FIRST_CALLS = {cell.name: cell for cell in first_call.cells()}
@@ -125,6 +127,17 @@ def a_full_run_of_linear():
             us = {OURS: 1e3, "products": 950.0}.get(name, 2e3)
             row = a_row(cell, "mosaic" if name == OURS else name, us=us, error=0.25)
             rows.append(dataclasses.replace(row, temporaries=10**8 if name == OURS else 10**9))
+    return rows
+
+
+def a_full_run_of_linear_log_probs():
+    """Likewise: ours takes as long as the products and 0.1 GB, and the others twice as long and 4 GB."""
+    rows = []
+    for cell in LINEAR_LOG_PROBS.values():
+        for contender in cell.contenders:
+            us = 1e3 if contender.name in (OURS, "products") else 2e3
+            row = a_row(cell, "mosaic" if contender.name == OURS else contender.name, us=us, error=0.25)
+            rows.append(dataclasses.replace(row, temporaries=10**8 if contender.name == OURS else 4 * 10**9))
     return rows
 
 
@@ -271,6 +284,7 @@ def test_a_run_cut_off_leaves_what_it_measured(tmp_path):
         ("decoding", DECODING),
         ("cross_entropy", LOSSES),
         ("linear_cross_entropy", LINEAR),
+        ("linear_log_probs", LINEAR_LOG_PROBS),
         ("top_k", TOP_K),
         ("sampler", SAMPLER),
         ("first_call", FIRST_CALLS),
@@ -321,6 +335,7 @@ def test_every_bar_matches_cells(suite, cells):
         ('ratio_at_least = 1\npeer = "copy"\nif_measured = 1', "if_measured must be true or false"),
         ("error_at_most = 1\nif_measured = true", "needs a peer"),
         ("millijoules_at_most = 1", "needs a peer"),
+        ('memory_at_most = 1\nthan = { options = "" }', "takes no than"),
         ('scaling_at_least = 1\npeer = "copy"', "takes no peer"),
         ('error_at_most = 1\nmachines = "h200x2"', "machines must be names of folders"),
     ],
@@ -491,6 +506,33 @@ MISSED_LINEAR = [
 def test_check_of_linear_cross_entropy(tmp_path, capsys):
     changes = [(f"linear_cross_entropy {name}", *more) for name, *more in MISSED_LINEAR]
     assert_found(tmp_path, capsys, "linear_cross_entropy", a_full_run_of_linear(), changes)
+
+
+MISSED_LINEAR_LOG_PROBS = [
+    ("linear_log_probs forward bfloat16 16384x4096x151936", "mosaic", {"us": 1030.0}, "1.03"),
+    ("linear_log_probs forward bfloat16 5000x3072x50257", "products", {"us": 900.0}, "1.111"),
+    ("linear_log_probs forward bfloat16 8192x2048x32000", "mosaic", {"implementation": "xla"}, "on xla, not on mosaic"),
+    (f"linear_log_probs {BOTH} bfloat16 8192x4096x128256 class_axis=0 temperatures=1", "products", {"us": 950.0}, "1.053"),
+    ("linear_log_probs forward bfloat16 8192x4096x128256 entropy=1", "mosaic", {"us": 1030.0}, "1.03"),
+    ("linear_log_probs forward bfloat16 8192x4096x128256 class_axis=0 entropy=1", "mosaic", {"us": 1040.0}, "1.04"),
+    (f"linear_log_probs {BOTH} bfloat16 8192x2048x32000 entropy=1 temperatures=1", "mosaic", {"us": 1030.0}, "1.03"),
+    (
+        f"linear_log_probs {BOTH} bfloat16 8192x4096x128256 class_axis=0 entropy=1 temperatures=1",
+        "mosaic",
+        {"us": 1040.0},
+        "1.04",
+    ),
+    (f"linear_log_probs {BOTH} bfloat16 8192x2048x32000 entropy=1 temperatures=1", "mosaic", {"error": 0.3}, "0.3"),
+    (f"grpo {BOTH} bfloat16 32768x4096x151936", "mosaic", {"us": 1300.0}, "0.65"),
+    (f"grpo {BOTH} bfloat16 32768x4096x151936", "mosaic", {"temporaries": 3 * 10**8}, "0.075"),
+    (f"grpo {BOTH} bfloat16 32768x4096x151936", "jax.numpy", {"temporaries": None}, "no temporaries"),
+    (f"grpo {BOTH} bfloat16 32768x4096x151936", "jax.numpy", {"implementation": "none"}, "jax.numpy not measured"),
+]
+
+
+def test_check_of_linear_log_probs(tmp_path, capsys):
+    rows = a_full_run_of_linear_log_probs()
+    assert_found(tmp_path, capsys, "linear_log_probs", rows, MISSED_LINEAR_LOG_PROBS, apart=True)
 
 
 MISSED_TOP_K = [
@@ -877,7 +919,7 @@ def kinds(*suites):
 
 def test_all_cells_run_on_what_is_asked_for(asked_for):
     asked_for("mosaic")
-    for cell in kinds(CELLS, ATTENTION, GRADIENTS, DECODING, LOSSES, LINEAR, TOP_K):
+    for cell in kinds(CELLS, ATTENTION, GRADIENTS, DECODING, LOSSES, LINEAR, LINEAR_LOG_PROBS, TOP_K):
         (ours,) = [contender for contender in cell.contenders if contender.name == OURS]
         inputs = jax.eval_shape(lambda key, cell=cell, ours=ours: ours.prepare(*cell.inputs(key, False)), jax.random.key(0))
         with pytest.raises(NotImplementedError, match="implementation='mosaic' cannot run: it runs on cuda, not on cpu"):
@@ -1602,6 +1644,111 @@ def test_the_error_of_whole_logits_is_a_quarter_and_sums_in_the_dtype_add_to_it(
     assert 0.3 < in_parts[2] < 0.4
 
 
+def test_cells_of_linear_log_probs():
+    *cells, grpo = LINEAR_LOG_PROBS.values()
+    forward, both = cells[:10], cells[10:]
+    layers = [*linear_log_probs.SHAPES, linear_log_probs.SHAPES[0]]
+    for passes, of_pass, words in ((1, forward, ""), (4, both, "temperatures=1")):
+        assert [cell.shape for cell in of_pass] == [shape for shape in layers for _ in range(2)]
+        assert [cell.options for cell in of_pass[-2:]] == [
+            f"class_axis=0{entropy} {words}".strip() for entropy in ("", " entropy=1")
+        ]
+        for cell in of_pass:
+            assert [contender.name for contender in cell.contenders] == [OURS, "products", "jax.numpy", "jax.numpy bfloat16"]
+            assert cell.flops == passes * 2 * np.prod(cell.shape)
+            assert cell.bytes == min(passes, 2) * 2 * cell.shape[1] * (cell.shape[0] + cell.shape[2])
+    assert grpo.shape == (32768, 4096, 151936)
+    assert [contender.name for contender in grpo.contenders] == [OURS, "jax.numpy", "jax.numpy bfloat16"]
+
+
+TINY_LINEAR_LOG_PROBS = {cell.name: cell for cell in linear_log_probs.cells(64)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    cases.quick(
+        "linear_log_probs forward bfloat16 128x32x500",
+        f"linear_log_probs {BOTH} bfloat16 128x64x2004 class_axis=0 entropy=1 temperatures=1",
+        f"grpo {BOTH} bfloat16 512x64x2374",
+        slow=[
+            "linear_log_probs forward bfloat16 78x48x785 entropy=1",
+            f"linear_log_probs {BOTH} bfloat16 78x48x785 temperatures=1",
+        ],
+    ),
+)
+def test_cells_of_linear_log_probs_run(name):
+    cell = TINY_LINEAR_LOG_PROBS[name]
+    run, rows, _ = measured(cell)
+    assert not run.problems
+    ours, *others = rows
+    assert bars.is_ours(ours)
+    assert [row.implementation for row in others] == [contender.name for contender in cell.contenders[1:]]
+    assert 0 < ours.error < 0.275
+    assert [row.error is None for row in others] == [row.implementation == "products" for row in others]
+    assert ours.temporaries > 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "linear_log_probs forward bfloat16 128x32x500 entropy=1",
+        f"linear_log_probs {BOTH} bfloat16 128x32x500 entropy=1 temperatures=1",
+        f"grpo {BOTH} bfloat16 512x64x2374",
+    ],
+)
+def test_the_truth_of_linear_log_probs(name, monkeypatch):
+    cell = TINY_LINEAR_LOG_PROBS[name]
+    hurtful = cell.op != "grpo"  # whose ratios are then far off with whole logits, too
+    ours, inputs = cell.contenders[0], cell.inputs(jax.random.key(0), hurtful)
+    output = jax.jit(ours.build())(*inputs)
+    pairs = cell.sample(inputs, output)
+    assert all(oracle.error(*pair) < 0.275 for pair in pairs)
+    monkeypatch.setattr(linear_cross_entropy, "_ROWS", 200 if cell.op == "grpo" else 50)  # and so several times
+    for (actual, truth), (expected, other) in zip(cell.sample(inputs, output), pairs, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-12)
+        np.testing.assert_allclose(truth.value, other.value, rtol=1e-9)
+        np.testing.assert_allclose(truth.budget, other.budget, rtol=1e-9)
+    leaves, tree = jax.tree.flatten(output)
+    assert len(leaves) == len(pairs) == (2 if cell.pass_ == "forward" else 3 if cell.op == "grpo" else 4)
+    for wrong in range(len(leaves)):
+        changed = jax.tree.unflatten(tree, [leaf * (1.1 if at == wrong else 1) for at, leaf in enumerate(leaves)])
+        assert check.errors(cell, ours, inputs, changed)[0] > 1
+    for wrong, leaf in enumerate(leaves):
+        if leaf.ndim == 0:
+            continue
+        is_of_weight = wrong == 3 or (cell.op == "grpo" and wrong == 2)
+        counts = np.any(np.asarray(leaf, np.float32).reshape(len(leaf), -1) != 0, 1)  # not all tokens do in GRPO
+        at = (slice(None), -1) if is_of_weight else (int(np.argmax(counts)),)
+        changed = [*leaves[:wrong], leaf.at[at].multiply(0), *leaves[wrong + 1 :]]  # of one token, or of one class
+        assert check.errors(cell, ours, inputs, jax.tree.unflatten(tree, changed))[0] > 1
+
+
+def test_log_probabilities_of_rounded_logits_are_wrong_and_gradients_are_not():
+    cell = TINY_LINEAR_LOG_PROBS[f"linear_log_probs {BOTH} bfloat16 256x64x2374 entropy=1 temperatures=1"]
+    hidden, weight, tokens, temperature, *cotangents = inputs = cell.inputs(jax.random.key(0), False)
+
+    @jax.jit
+    def whole(hidden, weight):
+        logits = (hidden.astype(jnp.float32) @ weight.astype(jnp.float32)).astype(jnp.bfloat16)
+        return jaxsoftmax.log_probs(jax.lax.optimization_barrier(logits), tokens, scale=1 / temperature, return_entropy=True)
+
+    results, pull = jax.vjp(whole, hidden, weight)
+    log_p, _, *gradients = [oracle.error(*pair) for pair in cell.sample(inputs, (results, pull(tuple(cotangents))))]
+    assert log_p > 10
+    assert gradients == pytest.approx([0.25, 0.25], rel=0.15)
+
+
+def test_logits_are_multiplied_twice_in_the_products_of_log_probs():
+    cell = TINY_LINEAR_LOG_PROBS[f"linear_log_probs {BOTH} bfloat16 128x32x500 temperatures=1"]
+    products = next(contender for contender in cell.contenders if contender.name == "products")
+    given = products.prepare(*cell.inputs(jax.random.key(0), False))
+    again, (logits, gradients) = jax.jit(products.build())(*given)
+    assert np.array_equal(again, logits)
+    assert [gradient.shape for gradient in gradients] == [(128, 32), (32, 500)]
+    program = jax.jit(products.build()).lower(*given).compile().as_text()
+    assert len(re.findall(r" (?:dot|custom-call)\(", program)) == 4
+
+
 def test_cells_of_top_k():
     copies, cells = list(TOP_K.values())[:2], list(TOP_K.values())[2:]
     assert [cell.name for cell in copies] == ["copy forward float32 32768x4096", "copy forward bfloat16 32768x4096"]
@@ -1830,9 +1977,10 @@ def test_the_truth_of_the_sampler(library):
         [*attention.cells(1024, 256), *attention.gradient_cells(1024, 256)],
         cross_entropy.cells(4),
         linear_cross_entropy.cells(64),
+        linear_log_probs.cells(64),
         top_k.cells(128),
     ],
-    ids=["attention", "cross_entropy", "linear_cross_entropy", "top_k"],
+    ids=["attention", "cross_entropy", "linear_cross_entropy", "linear_log_probs", "top_k"],
 )
 def test_every_cell_of_a_suite_runs(cells):
     run, rows, _ = measured(*cells, peers=frozenset())
@@ -2113,6 +2261,7 @@ def test_bytes(name, bytes_per_element):
         (sustained.cool_cells, COOL),
         (cross_entropy.cells, LOSSES),
         (linear_cross_entropy.cells, LINEAR),
+        (linear_log_probs.cells, LINEAR_LOG_PROBS),
         (top_k.cells, TOP_K),
         (sampler.cells, SAMPLER),
         (sharded.cells, SHARDED),
