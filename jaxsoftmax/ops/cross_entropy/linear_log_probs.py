@@ -267,7 +267,8 @@ def _results(head: LogProbHead, axis_name: tuple[str, ...], return_entropy: bool
 
 def _alike_on_all(axis_name, array):
     """Returns an array that is the same on all devices as one whose type says so, if a `shard_map` around checks that."""
-    return gathered(axis_name, array)[0, 0] if compat.varying(array).issuperset(axis_name) else array
+    is_typed = bool(axis_name) and compat.varying(array).issuperset(axis_name)
+    return gathered(axis_name, array)[0, 0] if is_typed else array
 
 
 @functools.partial(_results.defjvp, symbolic_zeros=True)
