@@ -511,9 +511,15 @@ WRONG = {
     ),
     "class_axis": (F, {"class_axis": 2}, ValueError, "class_axis must be -2, -1, 0 or 1, got 2"),
     "bias": (F | {"bias": np.zeros(3)}, {}, ValueError, r"bias must broadcast to shape \(333,\), got \(3,\)"),
-    "temperature 0": (F | {"temperature": 0}, {}, ValueError, "temperature must be larger than 0, got 0"),
-    "temperature -1": (F | {"temperature": np.array([-1.0] * 70)}, {}, ValueError, "temperature must be larger than 0, got"),
-    "temperature nan": (F | {"temperature": float("nan")}, {}, ValueError, "temperature must be larger than 0, got nan"),
+    "temperature 0": (
+        F | {"temperature": 0},
+        {},
+        ValueError,
+        "temperature must be larger than 0, 1.18e-38 or more in float32, got 0",
+    ),
+    "temperature -1": (F | {"temperature": np.array([-1.0] * 70)}, {}, ValueError, "temperature must be larger than 0, .* got"),
+    "temperature 1e-40": (F | {"temperature": 1e-40}, {}, ValueError, "temperature must be larger than 0, .* got 1e-40"),
+    "temperature nan": (F | {"temperature": float("nan")}, {}, ValueError, "temperature must be larger than 0, .* got nan"),
     "temperatures": (
         F | {"temperature": np.ones(3)},
         {},

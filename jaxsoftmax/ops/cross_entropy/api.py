@@ -454,7 +454,7 @@ def linear_layer(
     """Checks the operands of a linear layer and its labels. Returns them, and the axis of the classes: 0 or 1."""
     hidden, weight = (arguments.array(function, *named, "floating") for named in (("hidden", hidden), ("weight", weight)))
     if hidden.dtype.itemsize < 2:
-        raise TypeError(f"{function}: hidden must have 16 bits or more, as logits have its dtype, got {hidden.dtype}")
+        raise TypeError(f"{function}: hidden must have 16 bits or more, such as bfloat16, got {hidden.dtype}")
     labels = arguments.array(function, name_of_labels, labels, "integers")
     class_axis = arguments.integer(function, "class_axis", class_axis)
     if class_axis not in (-2, -1, 0, 1):

@@ -87,7 +87,8 @@ def linear_log_probs(
       tokens: integers, the classes that were chosen: `[*rows]`, one for each row, or `[*rows, n]`, several for each row.
       bias: floating array that broadcasts to `[classes]`; None (the default) for no bias.
       temperature: real number or array that broadcasts to `[*rows]`, larger than 0; None (the default) for 1. It may be
-        traced. In a JAX array a temperature that is not larger than 0 gives NaN.
+        traced. In a JAX array a temperature that is not larger than 0 gives NaN, and makes gradients of `weight` NaN: leave
+        rows that `categorical` did not draw out by `where`.
       class_axis: axis of `weight` that has the classes; -1 by default.
       logits_soft_cap: limit of the absolute value of scores before the temperature, a concrete positive number; None (the
         default) for no cap.
@@ -144,8 +145,14 @@ def linear_log_probs(
     for a block of the classes at a time. The logits of a part or block and their gradient take 256 or 512 MiB. The gradient
     of `hidden` is summed in float32 over blocks, in 4 bytes for each entry, and that of `weight` is one product for each
     block, which is rounded once. On automatic mesh axes of several devices gradients are computed for a part of the rows at
-    a time, and that of `weight` is summed over parts in its dtype. Under `vmap` examples that share the weight are rows of
-    one call. For several tokens in a row the logits of all of them come from the same product.
+    a time, and that of `weight` is summed over parts in its dtype. Gradients compute the logits again, which may be rounded
+    otherwise: where scores are beyond 10^4, gradients are less precise than those of whole logits. Under `vmap` examples
+    that share the weight are rows of one call. For several tokens in a row the logits of all of them come from the same
+    product.
+
+    On NVIDIA Hopper GPUs a kernel computes the results without logits in memory, if `hidden` has 16 bits, each row has one
+    token, and there is neither a bias nor a cap. Another one computes the gradient of logits, unless that by the
+    temperature is asked for too. Else kernels read the float32 logits of a part or block.
 
     Sharded classes: each device multiplies by its part of the weight, and neither weights nor logits are gathered. One
     collective merges the states of the rows.
@@ -189,8 +196,10 @@ def _scale(temperature, rows, kind) -> jax.Array:
     if not (isinstance(temperature, jax.Array) or hasattr(temperature, "__jax_array__")):  # these may be traced
         numbers = np.asarray(temperature)
         is_real = numbers.dtype.kind in "fiu" or numbers.dtype == jnp.bfloat16
-        if is_real and not np.all(numbers > 0):
-            raise ValueError(f"{_NAME}: temperature must be larger than 0, got {arguments.shown(temperature)}")
+        least = jnp.finfo(kind).tiny
+        if is_real and not np.all(numbers >= least):
+            what = f"{least:.3g} or more in {kind}, got {arguments.shown(temperature)}"
+            raise ValueError(f"{_NAME}: temperature must be larger than 0, {what}")
     temperature = row_scale(_NAME, temperature, (*rows, 1), (len(rows),), kind, name="temperature")
     temperature = jnp.broadcast_to(jnp.squeeze(jnp.asarray(temperature), len(rows)), rows)
     most = 1 / float(jnp.finfo(kind).tiny)  # a larger temperature has the inverse 0, and 0 times an infinite score is NaN
