@@ -23,7 +23,7 @@ from ..support import cases, kernels
 from . import lowered
 
 
-@pytest.mark.parametrize(("options", "count"), [([], 35), pytest.param(["--every"], 72, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(("options", "count"), [([], 36), pytest.param(["--every"], 74, marks=pytest.mark.slow)], ids=str)
 def test_programs_do_not_depend_on_the_process(options, count, tmp_path):
     """Not on the order of its sets, nor on what it lowered before, nor on where the library is installed."""
     root = Path(__file__).parents[2]

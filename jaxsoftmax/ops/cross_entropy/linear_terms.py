@@ -36,7 +36,6 @@ from jaxsoftmax._core.target import ONE_DEVICE
 from jaxsoftmax.ops.cross_entropy.implementations import CROSS_ENTROPY_FAMILY
 from jaxsoftmax.ops.cross_entropy.linear import MOST, MOST_WITH_GRADIENT, by_parts, product, sizes
 
-LAYER = ("hidden", "weight", "bias", "scale")  # the operands that have derivatives
 _OF_CLASSES = {"weight": 2, "bias": 1, "t_weight": 2, "t_bias": 1}  # operands that examples may share, and their axes
 
 # Classes of a block, unless there are fewer. Each block reads and writes the gradient of `hidden` once more.
@@ -317,8 +316,8 @@ def _cut(array, start, size, axis):
 def _classes_of_block(classes, bytes_of_class) -> Any:
     """Returns the number of classes of a block: whole tiles, or `classes` itself if one block has all.
 
-    If the classes are no whole tiles, the last block has few. A product with all of 50257 classes takes 1.4 times as long as
-    one of 50176 and one of 81 (H200): columns that are not aligned are slow.
+    If the classes are no whole tiles, the last block has few, as XLA's products of columns that are not aligned are slow. Those
+    of 5000 rows, 3072 units and 50257 classes with both passes took 24.5 ms in one block, and 18.8 ms in blocks (H200).
     """
     if not (isinstance(classes, int) and isinstance(bytes_of_class, int)):
         return classes

@@ -47,7 +47,8 @@ class LinearLossPlan:
     remark = None
 
     def describe(self) -> str:
-        return f"tiles of {_TILE_ROWS} rows by {_CLASSES} classes, {_STAGES} stages, {_CONSUMERS} consumer warpgroups"
+        stages = _STAGES - (self.problem.operation is linear_terms.LINEAR_LOG_PROBS_VJP)
+        return f"tiles of {_TILE_ROWS} rows by {_CLASSES} classes, {stages} stages, {_CONSUMERS} consumer warpgroups"
 
     def run(self, **operands: Any) -> list[jax.Array]:
         """Computes the results of the operation from its operands."""
@@ -140,6 +141,7 @@ def _numbers(class_axis, blocks, hidden, weight, labels, scale=None, return_entr
                 blocks,
                 (*operands, *of_rows),
                 [jax.ShapeDtypeStruct((pl.cdiv(own, _CLASSES), len(operands[2])), jnp.float32)] * (3 + return_entropy),
+                # Without a scale and an entropy both operations run the same kernel.
                 name="linear_cross_entropy_mosaic" if scale is None and not return_entropy else "linear_log_probs_mosaic",
             )
         )
