@@ -131,6 +131,23 @@ def test_derivatives_by_one_operand(name, n):
 
 @X64
 @pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("n", [None, 3])
+def test_a_row_of_nan_without_cotangents_leaves_the_gradient_of_a_temperature_finite(n):
+    arrays = given(rows=(5,), n=n)
+    kept = np.arange(5) != 1
+
+    def loss(temperature, hidden):
+        found = by_blocks(arrays | {"hidden": hidden, "temperature": temperature}, **ALL)
+        return total([each[kept] for each in found])
+
+    few, hurt = arrays["hidden"].copy(), arrays["hidden"].copy()
+    few[1], hurt[1] = 0, np.nan
+    found, expected = (jax.jit(jax.grad(loss))(0.7, hidden) for hidden in (hurt, few))
+    oracle.assert_same_in_float64(found, expected)
+
+
+@X64
+@pytest.mark.usefixtures("blocks")
 def test_rows_that_do_not_take_part_may_hold_anything():
     arrays, where = given(n=2), np.random.default_rng(3).random(ROWS) < 0.6
     few = {name: array[where] if name in ("hidden", "temperature", "tokens") else array for name, array in arrays.items()}

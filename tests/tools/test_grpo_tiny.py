@@ -1,6 +1,5 @@
 """The GRPO example: it learns to sort, samples as it scores, resumes bit for bit, and turns bad input away untouched."""
 
-import json
 import os
 import signal
 import subprocess
@@ -11,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import matplotlib.image
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 from ..support import oracle
+from ..support.runs import results, saved_arrays, snapshot
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "grpo_tiny.py"
 # The last step is no multiple of anything, and printed lines and checkpoints fall on different steps.
@@ -66,20 +65,6 @@ def parsed(example, out, **changes):
     args = example.parse_arguments(arguments(out, **changes))
     args.attention = "softmax"
     return args
-
-
-def snapshot(directory):
-    return {path.relative_to(directory): path.read_bytes() if path.is_file() else None for path in directory.rglob("*")}
-
-
-def results(out):
-    return json.loads((out / "results.json").read_text())
-
-
-def saved_arrays(out):
-    (save,) = (out / "checkpoints").glob("save_*")
-    with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(save.absolute() / "arrays")
 
 
 def refused(example, capfd, *args):

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import io
-import json
 import math
 import os
 import random
@@ -26,6 +25,7 @@ import pytest
 from jaxsoftmax._core.target import HOPPER, lowering_for
 
 from ..support import oracle
+from ..support.runs import results, saved_arrays, snapshot
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_tiny_lm.py"
 # The last step is no multiple of anything, and evaluations and checkpoints fall on different steps.
@@ -107,20 +107,6 @@ def compared(example, text, tmp_path_factory):
 @pytest.fixture
 def copied(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "run")
-
-
-def snapshot(directory):
-    return {path.relative_to(directory): path.read_bytes() if path.is_file() else None for path in directory.rglob("*")}
-
-
-def results(out):
-    return json.loads((out / "results.json").read_text())
-
-
-def saved_arrays(out):
-    (save,) = (out / "checkpoints").glob("save_*")
-    with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(save.absolute() / "arrays")
 
 
 def assert_same_run(left, right):

@@ -253,10 +253,9 @@ def _stacked(names, head, axis_name, classes, flags, row_axes, class_axes, *arra
 def _results(head: LogProbHead, axis_name: tuple[str, ...], return_entropy: bool, operands) -> list[jax.Array]:
     """Computes log-probabilities `[rows, n]`, and `[rows]` the log-sum-exp, the entropy if asked for, and the state.
 
-    All devices over which `axis_name` shards the classes get the same results.
+    A label is negative if its token is no class, or if its row does not take part. All devices over which `axis_name` shards
+    the classes get the same results.
     """
-    cuts = _cuts(head, axis_name, operands["weight"])
-    (cut,) = cuts.values()
     own = {"labels": _own_labels(head, axis_name, operands)}
     params = {"head": head, "return_entropy": return_entropy, "implementation": _forced(head)}
     m, d, chosen, *exponents = bind(LINEAR_LOG_PROBS, operands | own, **params)
@@ -264,9 +263,10 @@ def _results(head: LogProbHead, axis_name: tuple[str, ...], return_entropy: bool
     if axis_name:
         scores, options = jnp.unstack(chosen, axis=1), {"exponents": exponents[0] if exponents else None}
         labels, scale = _alike_on_all(axis_name, labels), None if scale is None else _alike_on_all(axis_name, scale)
+        cuts = _cuts(head, axis_name, operands)
         m, d, *merged = across_devices.merge_states(m, d, *scores, cuts=cuts, scale=scale, **options)
         chosen, exponents = jnp.stack(merged[: len(scores)], 1), merged[len(scores) :]
-    chosen = jnp.where((labels >= 0) & (labels < cut.size), chosen, jnp.nan)
+    chosen = jnp.where(labels >= 0, chosen, jnp.nan)
     m, d, *exponents = (number[:, None] for number in (m, d, *exponents))
     options = {"return_entropy": return_entropy, "return_state": True, "dtype": m.dtype}
     scale = None if scale is None else scale[:, None]
@@ -302,13 +302,12 @@ def _forced(head: LogProbHead) -> str | None:
     return None if head.implementation == "mosaic" else head.implementation
 
 
-def _cuts(head, axis_name, weight) -> dict[int, Cut]:
-    size = weight.shape[head.class_axis]
-    return {1: Cut.of_part(axis_name, size) if axis_name else Cut((), size)}
+def _cuts(head, axis_name, operands) -> dict[int, Cut]:
+    """Describes how devices share the classes, for the functions that merge over devices."""
+    return {1: Cut.of_part(axis_name, operands["weight"].shape[head.class_axis])}
 
 
 def _own_labels(head, axis_name, operands) -> Any:
     """Returns the labels as this device counts its classes."""
-    labels, weight = operands["labels"], operands["weight"]
-    cuts = _cuts(head, axis_name, weight)
-    return across_devices.local_labels(labels, weight.shape[head.class_axis], cuts) if axis_name else labels
+    labels, classes = operands["labels"], operands["weight"].shape[head.class_axis]
+    return across_devices.local_labels(labels, classes, _cuts(head, axis_name, operands)) if axis_name else labels

@@ -186,7 +186,7 @@ def terms(hidden, weight, labels, bias=None, scale=None, *, head, return_entropy
         def part(sums, hidden, labels, *of_rows):
             return sums, head.terms(_logits(head, hidden, weight, bias), labels, *of_rows, return_entropy=return_entropy)
 
-        return by_parts(part, MOST, _bytes_of_row(head, hidden, weight), [hidden, labels, *of_rows.values()])[1]
+        return by_parts(part, MOST, _bytes_of_logits(head, hidden, weight), [hidden, labels, *of_rows.values()])[1]
 
     return of_batch(of_one, present(hidden=hidden, weight=weight, labels=labels, bias=bias, scale=scale), machine)
 
@@ -210,7 +210,7 @@ def tangents(hidden, labels, *, head, return_entropy=False, machine=ONE_DEVICE, 
             t = sum(moved[1:], start=moved[0]) if moved else None
             return sums, head.tangents(x, t, return_entropy=return_entropy, **rows)
 
-        bytes_of_row = _bytes_of_row(head, rows["hidden"], weight)
+        bytes_of_row = _bytes_of_logits(head, rows["hidden"], weight)
         return by_parts(jax.checkpoint(part), MOST, bytes_of_row, list(rows.values()))[1]
 
     return of_batch(of_one, present(hidden=hidden, labels=labels, **others), machine)
@@ -340,8 +340,9 @@ def _bytes_of_logit(dtype) -> int:
     return accumulator(dtype).itemsize + dtype.itemsize
 
 
-def _bytes_of_row(head, hidden, weight):
-    return weight.shape[head.class_axis] * _bytes_of_logit(hidden.dtype)
+def _bytes_of_logits(head, hidden, weight):
+    """Returns the bytes that the logits of a row take; symbolic if the number of classes is."""
+    return weight.shape[head.class_axis] * accumulator(hidden.dtype).itemsize
 
 
 def present(**operands: jax.Array | None) -> dict[str, jax.Array]:

@@ -139,10 +139,11 @@ class LogProbHead:
         of_scale = None
         if wants_scale:
             mean, chosen, *sums = self._sums(x, xla.capped(x, self.logits_soft_cap), labels, m, d, scale, e is not None)
-            if b is not None:
-                chosen = b * jnp.where(b != 0, chosen, 0)  # the score of a class that a bias of -inf excludes is infinite
-            parts = [a * mean if a is not None else 0, jnp.sum(chosen, 1) if b is not None else 0]
-            of_scale = sum(parts) + (e * sums[0] if e is not None else 0) + jnp.zeros_like(m)
+            # A number of 0 leaves out what it multiplies: the mean of a row that holds NaN, or the score of a class that a bias
+            # of -inf excludes.
+            pairs = [(_column(a), mean[:, None]), (b, chosen), *((_column(e), total[:, None]) for total in sums)]
+            terms = [numbers * jnp.where(numbers != 0, what, 0) for numbers, what in pairs if numbers is not None]
+            of_scale = sum([jnp.sum(term, 1) for term in terms], start=jnp.zeros_like(m))
         return gradient, of_scale
 
     def _sums(self, x, u, labels, m, d, scale, return_entropy):

@@ -201,14 +201,23 @@ def merge_states(m, d, *sums, cuts, scale=None, exponents=None):
 
 def _merge_along_mesh(m, d, *sums, axis_name, scale=None, exponents=None):
     more = [] if exponents is None else [exponents]
-    maxima, parts, *sums = gathered(axis_name, unbounded(m, d), d, *sums, *more)
+    maxima, parts, *numbers = gathered(axis_name, unbounded(m, d), d, *sums, *more)
     size = None if scale is None else jnp.abs(scale)
-    m, d, _ = online.merge_along(online.State(maxima, parts), 0, scale=size)
-    if exponents is not None:
-        lower = jnp.broadcast_to(online.finite(m)[None], maxima.shape)
-        size = None if size is None else jnp.broadcast_to(size[None], maxima.shape)
-        _, sums[-1] = online.lower_exponents(maxima, parts, sums[-1], lower, scale=size)
-    return [online.finite(m), d, *[jnp.sum(total, 0) for total in sums]]
+    m, d, *merged = merge_stacked(maxima, parts, *numbers[len(sums) :], scale=size)
+    return [online.finite(m), d, *[jnp.sum(total, 0) for total in numbers[: len(sums)]], *merged]
+
+
+def merge_stacked(maxima, parts, exponents=None, *, scale=None) -> list[jax.Array]:
+    """Merges states `(maxima, parts)` along their first axis, and `xla.sum_of_exponents` of them if there are any.
+
+    The scale is not negative, and has the shape of the results.
+    """
+    m, d, _ = online.merge_along(online.State(maxima, parts), 0, scale=scale)
+    if exponents is None:
+        return [m, d]
+    lower = jnp.broadcast_to(online.finite(m)[None], maxima.shape)
+    size = None if scale is None else jnp.broadcast_to(scale[None], maxima.shape)
+    return [m, d, jnp.sum(online.lower_exponents(maxima, parts, exponents, lower, scale=size)[1], 0)]
 
 
 def unbounded(m, d):

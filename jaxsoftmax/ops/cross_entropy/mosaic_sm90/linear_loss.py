@@ -25,8 +25,8 @@ from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._core.target import ONE_DEVICE, Target
 from jaxsoftmax._gpu.kernel import kernel_of
-from jaxsoftmax.online import State
 from jaxsoftmax.ops.cross_entropy import linear, linear_terms, xla
+from jaxsoftmax.ops.softmax.across_devices import merge_stacked
 
 _CONSUMERS = 2
 _ROWS, _CLASSES = 64, 256  # a tile of each consumer
@@ -148,11 +148,7 @@ def _numbers(class_axis, blocks, hidden, weight, labels, scale=None, return_entr
     results = pieces[0] if len(pieces) == 1 else [jnp.concatenate(tiles) for tiles in zip(*pieces, strict=True)]
     tiles = pl.cdiv(classes, _CLASSES)
     maxima, parts, scores, *exponents = (part[:, :rows] for part in results)
-    m, d, _ = online.merge_along(State(maxima, parts), 0, scale=scale)
-    if return_entropy:
-        lower = jnp.broadcast_to(online.finite(m)[None], maxima.shape)
-        size = None if scale is None else jnp.broadcast_to(scale[None], maxima.shape)
-        exponents = [jnp.sum(online.lower_exponents(maxima, parts, exponents[0], lower, scale=size)[1], 0)]
+    m, d, *exponents = merge_stacked(maxima, parts, *exponents, scale=scale)
     tile_of_label = jnp.clip(labels // _CLASSES, 0, tiles - 1)
     score = jnp.take_along_axis(scores, tile_of_label[None], 0)[0]
     score = jnp.where((labels >= 0) & (labels < classes), score, 0)
@@ -172,7 +168,7 @@ def _gradient_of_logits(class_axis, blocks, hidden, layer, labels, m, d, a=None,
     numbers = [zeros + unit, jnp.where(counts, m, 0), a, zeros if b is None else b[:, 0] * factor]
     numbers += [] if e is zeros else [e / _LOG2E]
     (gradient,) = _launch(
-        functools.partial(_differentiate, has_entropy=e is not zeros, classes=classes),
+        functools.partial(_differentiate, has_entropy=e is not zeros),
         class_axis,
         blocks,
         (hidden, weight, padded, has_label, *[_padded(number.astype(jnp.float32), _TILE_ROWS) for number in numbers]),
@@ -276,7 +272,7 @@ def _kernel(*refs, epilogue, class_axis, counts):
 
         def compute(row, column, before):
             number = row * _CONSUMERS + warpgroup
-            tile = Tile(column, pl.ds(number * _ROWS, _ROWS), labels, has_label[column, number] > 0)
+            tile = LogitTile(column, pl.ds(number * _ROWS, _ROWS), labels, has_label[column, number] > 0)
             product = _multiply(slots, warpgroup, steps, class_axis, before)
             epilogue(tile, product, numbers, results, [stage.at[warpgroup] for stage in staging])
 
@@ -286,7 +282,7 @@ def _kernel(*refs, epilogue, class_axis, counts):
 
 
 @dataclass(frozen=True)
-class Tile:
+class LogitTile:
     """Describes a consumer's tile: some rows, and some classes."""
 
     column: Any  # its number along the classes
@@ -397,8 +393,8 @@ def _reduce(tile, product, numbers, results, staging, *, has_scale, classes):
         sums_of_exponents[at] = jnp.sum(weights * bounded, 1) * (1 / _LOG2E)
 
 
-def _differentiate(tile, product, numbers, results, staging, *, has_entropy, classes):
-    """Turns the scores of a tile into their gradient, and stores it by way of shared memory."""
+def _differentiate(tile, product, numbers, results, staging, *, has_entropy):
+    """Turns the scores of a tile into their gradient, and stores it by way of shared memory; columns of no class hold any."""
     (gradient,), (stage,) = results, staging
     unit, m, a, b, *e = (functools.partial(_along_rows, tile.number(each), product.shape) for each in numbers)
     exponent = (product - m()) * unit()
