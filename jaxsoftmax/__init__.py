@@ -6,10 +6,12 @@ from jaxsoftmax.ops.attention.api import dot_product_attention
 from jaxsoftmax.ops.attention.block_masks import BlockMask, block_mask
 from jaxsoftmax.ops.attention.context_parallel.order import unzigzag, zigzag
 from jaxsoftmax.ops.attention.context_parallel.settings import ContextParallel
-from jaxsoftmax.ops.cross_entropy.api import cross_entropy, linear_cross_entropy
+from jaxsoftmax.ops.cross_entropy.api import cross_entropy
+from jaxsoftmax.ops.cross_entropy.linear_cross_entropy import linear_cross_entropy
 from jaxsoftmax.ops.cross_entropy.linear_log_probs import linear_log_probs
 from jaxsoftmax.ops.cross_entropy.log_probs import entropy, log_probs
 from jaxsoftmax.ops.divergence.api import js_divergence, kl_divergence
+from jaxsoftmax.ops.divergence.linear_divergence import linear_divergence
 from jaxsoftmax.ops.softmax.api import log_softmax, logsumexp, softmax
 from jaxsoftmax.ops.top_k.api import categorical, softmax_top_k, top_k
 
@@ -28,6 +30,7 @@ __all__ = [
     "js_divergence",
     "kl_divergence",
     "linear_cross_entropy",
+    "linear_divergence",
     "linear_log_probs",
     "log_probs",
     "log_softmax",

@@ -95,32 +95,6 @@ def set_transpose(operation: Operation, rule: Callable[..., Operands]) -> None:
         ad.primitive_transposes[primitive] = transpose
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def reverse_only(message: str, x: jax.Array) -> jax.Array:
-    """Returns `x`. A tangent of it raises `TypeError(message)` unless reverse mode transposes it."""
-    del message
-    return x
-
-
-@reverse_only.defjvp
-def _reverse_only_jvp(message, primals, tangents):
-    return primals[0], _tangent.bind(tangents[0], message=message)
-
-
-_tangent = Primitive("reverse_only")  # it cannot be computed
-_tangent.def_abstract_eval(lambda t, *, message: t)
-ad.deflinear2(_tangent, lambda cotangent, t, *, message: [cotangent])
-batching.primitive_batchers[_tangent] = lambda ts, dims, *, message: (_tangent.bind(*ts, message=message), dims[0])
-
-
-@_tangent.def_impl
-def _no_tangent(*_, message: str):
-    raise TypeError(message)
-
-
-mlir.register_lowering(_tangent, _no_tangent)
-
-
 def _types(operation: Operation, *avals, names, **params):
     """Returns the types of the results, sharded over explicit axes as the operands are."""
     types = operation.types(dict(zip(names, avals, strict=True)), **params)

@@ -72,12 +72,12 @@ def placed_alike(operands: list[Any], names: Names) -> list[Any]:
     return list(map(placing, _resharded(operands, names)[0]))
 
 
-def on_shards(function: Callable[..., Any], operands: list[Any], names: Names, joined: str, ndim: int) -> Any:
+def on_shards(function: Callable[..., Any], operands: list[Any], names: Names, joined: str, ndim: int | list[int]) -> Any:
     """Calls `function(mesh axes of rows, mesh axes of joined, *operands)`, on shards if the operands have explicit mesh axes.
 
     Rows are the axes that are named by their position. The function merges over devices along the axes named `joined`. It gets
     the mesh axes over which both are sharded, and operands that all vary over the same mesh axes. Its result has `ndim` axes,
-    all of them rows.
+    which are rows; for a list of numbers it returns a list of results.
     """
     operands, mesh, over = _resharded(operands, names)
     both = _concatenated(over, [name for name in over if isinstance(name, int)]), _concatenated(over, [joined])
@@ -88,11 +88,11 @@ def on_shards(function: Callable[..., Any], operands: list[Any], names: Names, j
         lambda *operands: function(*both, *vary_alike(list(operands))),
         mesh=mesh,
         in_specs=tuple(_specs(over, operands, names)),
-        out_specs=PartitionSpec(*map(over.get, range(ndim))),
+        out_specs=jax.tree.map(lambda ndim: PartitionSpec(*map(over.get, range(ndim))), ndim),
         # An empty set means all axes of the mesh, except the one of a `vmap` around. Some kernels run on all axes only.
         axis_names=set() if is_all_explicit else {*both[0], *both[1]},
     )
-    return placing(mapped(*operands))
+    return jax.tree.map(placing, mapped(*operands))
 
 
 def _resharded(operands, names):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 from typing_extensions import TypedDict
 
 from jaxsoftmax.ops.attention.block_masks import BlockMask
@@ -20,6 +20,21 @@ class LossOptions(TypedDict, total=False, closed=True):
     z_loss: float
     logits_soft_cap: float | None
     scale: ArrayLike | None
+    ignore_index: int | None
+    axis_name: str | Sequence[str] | None
+    implementation: str | None
+
+# `linear_cross_entropy`, except `return_lse` and `return_entropy`.
+class LinearLossOptions(TypedDict, total=False, closed=True):
+    bias: ArrayLike | None
+    sample_weight: ArrayLike | None
+    reduction: Literal["mean", "sum", "none"]
+    class_axis: int
+    label_smoothing: float
+    z_loss: float
+    logits_soft_cap: float | None
+    temperature: ArrayLike | None
+    logits_dtype: DTypeLike | None
     ignore_index: int | None
     axis_name: str | Sequence[str] | None
     implementation: str | None

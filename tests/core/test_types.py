@@ -24,6 +24,7 @@ OVERLOADED = {
     for function in (
         jaxsoftmax.logsumexp,
         jaxsoftmax.cross_entropy,
+        jaxsoftmax.linear_cross_entropy,
         jaxsoftmax.log_probs,
         jaxsoftmax.linear_log_probs,
         jaxsoftmax.softmax_top_k,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxsoftmax.ops.cross_entropy import linear
+from jaxsoftmax.ops.cross_entropy import parts as parts_module
 
 from ..support.cross_entropy.linear import CLASSES
 
@@ -11,4 +11,4 @@ from ..support.cross_entropy.linear import CLASSES
 def parts(monkeypatch):
     """Several parts, of 128 rows at most, of which the last rows are of no array."""
     for most in ("MOST", "MOST_WITH_GRADIENT"):
-        monkeypatch.setattr(linear, most, 128 * CLASSES * 8)
+        monkeypatch.setattr(parts_module, most, 128 * CLASSES * 8)

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
-from jaxsoftmax.ops.cross_entropy import linear
+from jaxsoftmax.ops.cross_entropy import parts
 
 from ..support import cases, kernels, oracle
 from ..support.cross_entropy.cases import ALL
@@ -47,6 +47,120 @@ def test_losses_and_gradients_are_those_of_whole_logits(options, reduction, clas
     options = options | {"reduction": reduction, "class_axis": class_axis}
     actual, expected = (with_gradients(f, arrays, **options) for f in (by_parts, whole))
     oracle.assert_same_in_float64(actual, expected)
+
+
+RESULTS = {"return_lse": True, "return_entropy": True}
+
+
+@X64
+@pytest.mark.parametrize(
+    ("labels", "options", "reduction"),
+    [
+        pytest.param(labels, options, reduction, marks=cases.slow_unless((i + j + k) % 2 == 0))
+        for i, labels in enumerate(["classes", "probabilities"])
+        for j, options in enumerate([{}, ALL])
+        for k, reduction in enumerate(["sum", "none"])
+    ],
+    ids=cases.ident,
+)
+@pytest.mark.usefixtures("parts")
+def test_temperatures_and_all_results(labels, options, reduction):
+    """One backward pass for the cotangents of the loss, the log-sum-exp and the entropy, some of which may be 0."""
+    arrays = given() | {"temperature": np.linspace(0.5, 2, 70)}
+    if labels == "probabilities":  # they need not add up to 1
+        arrays["labels"] = np.random.default_rng(1).random((*ROWS, CLASSES))
+    arrays["sample_weight"][1, 3:9] = 0  # these rows have no derivative by their weight
+    differentiated = {*WRT, *(["labels"] if labels == "probabilities" else [])} - {"sample_weight"}
+    wrt = {name: arrays[name] for name in differentiated}
+
+    def both(f, of_loss, of_lse, of_entropy):
+        @jax.jit
+        def run(wrt):
+            results, pull = jax.vjp(lambda wrt: f(arrays | wrt, reduction=reduction, **options, **RESULTS), wrt)
+            cotangents = [factor * jnp.cos(each) for factor, each in zip((of_loss, of_lse, of_entropy), results, strict=True)]
+            return results, pull(tuple(cotangents))[0]
+
+        return run(wrt)
+
+    for factors in ((1.0, 0.7, 0.3), (1.0, 0.0, 0.0)):
+        oracle.assert_same_in_float64(both(by_parts, *factors), both(whole, *factors))
+
+
+@X64
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_results_that_are_asked_for(reduction):
+    arrays = given()
+    loss, lse, entropy = by_parts(arrays, reduction=reduction, **RESULTS)
+    for flags, expected in (({"return_lse": True}, lse), ({"return_entropy": True}, entropy)):
+        oracle.assert_same_in_float64(by_parts(arrays, reduction=reduction, **flags), (loss, expected))
+    oracle.assert_same_in_float64(by_parts(arrays, reduction=reduction), loss)
+
+
+@X64
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_one_hot_probabilities_are_classes(reduction):
+    arrays = given()
+    floating = arrays | {"labels": np.eye(CLASSES)[arrays["labels"]]}
+    oracle.assert_same_in_float64(*(with_gradients(by_parts, each, reduction=reduction) for each in (floating, arrays)))
+
+
+@pytest.mark.parametrize(
+    ("form", "products"),
+    [
+        ({}, 3),
+        ({"return_lse": True, "return_entropy": True}, 3),
+        ({"reduction": "sum"}, 3),
+        ({"reduction": "none"}, 4),
+        ({"labels": "probabilities"}, 3),
+        ({"labels": "probabilities", "reduction": "none"}, 4),
+        ({"frozen": True}, 2),
+        ({"reduction": "none", "frozen": True}, 3),
+    ],
+    ids=str,
+)
+def test_products_of_each_form(form, products):
+    arrays, options = given(rows=(40,), dtype=np.float32), dict(form)
+    is_frozen = options.pop("frozen", False)
+    if options.pop("labels", None):
+        arrays["labels"] = np.ones((40, CLASSES), np.float32)
+    names = ["hidden"] if is_frozen else ["hidden", "weight"]
+
+    def loss(wrt):
+        results = by_parts(arrays | wrt, **options)
+        return jnp.sum(results[0] if isinstance(results, tuple) else results), results
+
+    text = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower({name: arrays[name] for name in names}).as_text("hlo")
+    assert len(re.findall(r" dot\(", text)) == products
+
+
+@pytest.mark.parametrize("labels", ["classes", "probabilities"])
+@pytest.mark.parametrize("dtype", cases.quick("bfloat16", slow=["float16"]))
+def test_logits_that_are_not_rounded(dtype, labels):
+    """The losses are as far from float64 as float32 is, and the gradient of logits is rounded once, for the products."""
+    arrays = given(rows=(300,), hidden=64, classes=500, dtype=dtype)
+    if labels == "probabilities":
+        arrays["labels"] = np.random.default_rng(1).random((300, 500), np.float32) / 250
+    wrt = {name: arrays.pop(name) for name in ("hidden", "weight")}
+    weights = arrays["sample_weight"]
+    options = {"reduction": "sum", "return_lse": True}
+
+    def run(f, wrt, **more):
+        return jax.jit(jax.value_and_grad(lambda wrt: f(arrays | wrt, **options, **more), has_aux=True))(wrt)
+
+    with jax.enable_x64(True):
+        exact = {name: np.asarray(array, np.float64) for name, array in wrt.items()}
+        arrays = {name: np.asarray(array, np.float64) if name == "bias" else array for name, array in arrays.items()}
+        (loss, lse), gradients = jax.tree.map(np.asarray, run(whole, exact))
+    arrays["sample_weight"] = weights
+    error = {}
+    for logits_dtype in (None, "float32"):
+        (found, found_lse), found_gradients = jax.tree.map(np.asarray, run(by_parts, wrt, logits_dtype=logits_dtype))
+        error[logits_dtype] = np.max(np.abs(found_lse - lse)), abs(found - loss) / abs(loss)
+        for name, gradient in gradients.items():
+            distance = np.linalg.norm(np.float64(found_gradients[name]) - gradient) / np.linalg.norm(gradient)
+            assert distance < 2 * float(jnp.finfo(dtype).eps), name
+    if dtype == "bfloat16":
+        assert max(error["float32"]) < 1e-5 < error[None][0]
 
 
 @X64
@@ -157,30 +271,35 @@ def test_transformations(reduction):
         oracle.assert_same_in_float64(actual, expected)
 
 
+@X64
+@pytest.mark.usefixtures("parts")
 @pytest.mark.parametrize(
-    ("reduction", "name"),
+    ("options", "reduction"),
     [
-        pytest.param(reduction, name, marks=cases.slow_unless((i + j) % 2 == 1))
-        for i, reduction in enumerate(["mean", "none"])
-        for j, name in enumerate(WRT)
+        pytest.param(options, reduction, marks=cases.slow_unless(i == j))
+        for i, options in enumerate([{}, ALL | {"return_lse": True, "return_entropy": True}])
+        for j, reduction in enumerate(["mean", "none"])
     ],
+    ids=cases.ident,
 )
-def test_what_to_take_for_forward_mode_is_said(reduction, name):
-    arrays = given(rows=(5,), dtype=np.float32)
+def test_forward_mode_and_second_derivatives(options, reduction):
+    arrays = given()
+    labels, temperature = arrays.pop("labels"), np.linspace(0.5, 2, 70)
+    wrt = arrays | {"temperature": temperature}
 
-    def f(array):
-        return by_parts(arrays | {name: array}, reduction=reduction)
+    def both(f):
+        def total(wrt):
+            results = f(wrt | {"labels": labels}, reduction=reduction, **options)
+            return sum(jnp.sum(jnp.sin(each)) for each in jax.tree.leaves(results))
 
-    def tangent(array):
-        return jax.jvp(f, (array,), (array,))[1]
+        @jax.jit
+        def run(wrt):
+            tangents = jax.tree.map(jnp.cos, wrt)
+            return jax.jvp(total, (wrt,), (tangents,)), jax.jvp(jax.grad(total), (wrt,), (tangents,))[1]
 
-    array = jnp.asarray(arrays[name], np.float32)
-    for run in (tangent, jax.jit(tangent), jax.linearize(f, array)[1], jax.jacfwd(f)):
-        with pytest.raises(TypeError, match=r"linear_cross_entropy: it has no forward mode .*; take cross_entropy\(hidden @"):
-            run(array)
-    if reduction == "none" and name != "sample_weight":  # those of a mean have forward mode over reverse mode
-        with pytest.raises(TypeError, match="linear_cross_entropy: it has no forward mode"):
-            jax.jvp(jax.grad(lambda array: jnp.sum(f(array))), (array,), (array,))
+        return run(wrt)
+
+    oracle.assert_same_in_float64(both(by_parts), both(whole))
 
 
 @pytest.mark.parametrize("is_differentiated", [False, True])
@@ -203,7 +322,7 @@ def test_logits_are_never_whole(is_differentiated):
 
     compiled = jax.jit(run).lower(shapes).compile()
     logits = rows * 50000 * 4
-    most = 4 * linear.MOST_WITH_GRADIENT if is_differentiated else 3 * linear.MOST
+    most = 4 * parts.MOST_WITH_GRADIENT if is_differentiated else 3 * parts.MOST
     assert compiled.memory_analysis().temp_size_in_bytes < most < logits
 
 
@@ -303,7 +422,11 @@ def test_on_explicit_axes_a_part_merges_states_once_and_gradients_add_up_once(re
     of_sum, of_losses = ("f64[]", "all-reduce"), [("f64[256]", "all-reduce")] * (reduction == "none")
     of_count = [of_sum] * (reduction == "mean")
     assert forward == [[], [*of_count, of_all_states, *of_losses, of_sum]]
-    assert backward == [[of_states], [*of_count, of_weight, of_hidden]]
+    if reduction == "mean":
+        assert backward == [[of_states], [*of_count, of_weight, of_hidden]]
+    else:
+        of_cotangents = ("f64[256,1]", "all-reduce")
+        assert backward == [[], [of_cotangents, of_all_states, of_hidden, of_weight]]
 
 
 @X64
@@ -389,15 +512,15 @@ def test_gradients_in_float16_keep_what_a_loss_scale_keeps():
 
 
 def test_few_rows_are_no_more_in_parts():
-    assert linear.sizes(8, 2**24, 1) == (8, 1)
+    assert parts.sizes(8, 2**24, 1) == (8, 1)
 
 
 @hypothesis.given(rows=st.integers(0, 2**20), least=st.integers(0, 2**12))
 def test_parts_have_all_rows_and_few_more(rows, least):
-    each, parts = linear.sizes(rows, least, max(rows, 1))
-    assert each * (parts - 1) < max(rows, 1)
-    assert rows <= each * parts
-    assert parts == 1 or each <= 128 * math.ceil(math.ceil(rows / 128) / least)
+    each, count = parts.sizes(rows, least, max(rows, 1))
+    assert each * (count - 1) < max(rows, 1)
+    assert rows <= each * count
+    assert count == 1 or each <= 128 * math.ceil(math.ceil(rows / 128) / least)
 
 
 F = given(dtype=np.float32)
@@ -409,7 +532,23 @@ WRONG = {
         TypeError,
         "hidden must have 16 bits or more, .* got float8_e5m2",
     ),
-    "labels": (F | {"labels": F["sample_weight"]}, {}, TypeError, "labels must be integers, got float64"),
+    "labels": (F | {"labels": F["labels"] > 3}, {}, TypeError, "labels must be integers, got bool"),
+    "floating labels": (
+        F | {"labels": F["sample_weight"]},
+        {},
+        ValueError,
+        r"labels must broadcast to shape \(3, 70, 33\), got \(3, 70\)",
+    ),
+    "ignored with floating labels": (
+        F | {"labels": np.ones(CLASSES)},
+        {"ignore_index": 1},
+        ValueError,
+        "ignore_index must be None where labels are floating, got 1",
+    ),
+    "temperature": (F, {"temperature": 0.0}, ValueError, "temperature must be larger than 0, .* got 0.0"),
+    "logits_dtype": (F, {"logits_dtype": "bfloat16"}, ValueError, "logits_dtype must be float32 for this hidden, got bfloat16"),
+    "logits_dtype, no dtype": (F, {"logits_dtype": 3}, ValueError, "logits_dtype must be float32 for this hidden, got 3"),
+    "return_lse": (F, {"return_lse": 2}, TypeError, "return_lse must be True or False, got 2"),
     "weight": (
         F | {"weight": F["weight"].T},
         {},

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 from jaxsoftmax._core.target import HOPPER
-from jaxsoftmax.ops.cross_entropy import linear, linear_terms
-from jaxsoftmax.ops.cross_entropy.loss import LogProbHead, LossHead
+from jaxsoftmax.ops.cross_entropy import linear_terms, parts, xla
+from jaxsoftmax.ops.cross_entropy.loss import LogProbHead
 from jaxsoftmax.ops.cross_entropy.mosaic_sm90 import linear_loss
 from jaxsoftmax.ops.cross_entropy.xla import NO_ROW
 
@@ -22,7 +22,7 @@ from ..support.cross_entropy import oracle as losses_oracle
 from ..support.cross_entropy import plans
 from ..support.meshes import COLLECTIVE, make_mesh
 
-NAME = "linear_cross_entropy_mosaic"
+NAME = "linear_log_probs_mosaic"
 # Rows, hidden size, classes and their axis: a tile, ragged ones, more tiles than blocks, and one row.
 SHAPES = [(130, 192, 264, 0), (200, 128, 576, 1), (129, 72, 259, 1), (1, 64, 8, 0), (128, 64, 256, 1), (131, 100, 513, 0)]
 LARGE = [
@@ -107,15 +107,15 @@ def test_it_is_lowered(shape, dtype):
 def test_other_operands_have_their_logits_made_part_by_part(shape, dtype, weight_dtype, why):
     f = functools.partial(loss, class_axis=shape[3])
     outer, *inner = jaxsoftmax.explain(f, *types(*shape, dtype, weight_dtype), platform="cuda")
-    assert (outer.primitive, outer.implementation) == ("linear_cross_entropy", "xla")
+    assert (outer.primitive, outer.implementation) == ("linear_log_probs", "xla")
     assert why in outer.refusals[0][1]
     assert [decision.primitive for decision in inner] == ["cross_entropy"]
 
 
 @pytest.mark.parametrize("options", [{"label_smoothing": 0.1}, {"logits_soft_cap": 30.0}, {"bias": np.zeros(256)}])
 def test_other_options_have_their_logits_made_part_by_part(options):
-    (decision,) = jaxsoftmax.explain(functools.partial(loss, **options), *types(128, 64, 256, 1, "bfloat16"), platform="cuda")
-    assert decision.primitive == "cross_entropy"
+    outer, inner = jaxsoftmax.explain(functools.partial(loss, **options), *types(128, 64, 256, 1, "bfloat16"), platform="cuda")
+    assert (outer.primitive, outer.implementation, inner.primitive) == ("linear_log_probs", "xla", "cross_entropy")
 
 
 def test_a_wider_weight_is_cast():
@@ -124,11 +124,9 @@ def test_a_wider_weight_is_cast():
 
 def test_it_runs_where_gradients_are_made_anew():
     arrays = types(128, 64, 256, 1, "bfloat16")
-    explanation = jaxsoftmax.explain(jax.grad(lambda *given: jnp.sum(loss(*given, reduction="none"))), *arrays, platform="cuda")
-    assert [d.primitive for d in explanation] == ["cross_entropy_gradient"]  # the losses are not used
     both = jax.value_and_grad(lambda *given: jnp.sum(loss(*given, reduction="none") ** 2))
     explanation = jaxsoftmax.explain(both, *arrays, platform="cuda")
-    assert [d.primitive for d in explanation] == ["linear_cross_entropy", "cross_entropy_gradient"]
+    assert [d.primitive for d in explanation] == ["linear_log_probs", "linear_log_probs_vjp"]
     cases.assert_all_run_on("mosaic", explanation)
 
 
@@ -200,7 +198,7 @@ def test_on_explicit_axes_it_runs_on_shards(rows, classes):
     own_rows = {P(("data", "model")): 128, P("data"): 256, P(): 1024}[rows]
     own_classes = 256 if classes == P() or own_rows == 128 else 128  # a mesh axis shards rows or classes
     assert decision.operands[:2] == (f"bfloat16[{own_rows},64]", f"bfloat16[64,{own_classes}]")
-    assert (decision.primitive, decision.implementation) == ("linear_cross_entropy", "mosaic")
+    assert (decision.primitive, decision.implementation) == ("linear_log_probs", "mosaic")
 
 
 @pytest.mark.parametrize("is_mapped", [True, False], ids=["shard_map", "automatic"])
@@ -214,21 +212,29 @@ def test_on_several_devices_it_runs_inside_a_shard_map(is_mapped):
     if is_mapped:
         f = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P("data"))
     decision = jaxsoftmax.explain(f, *arrays, platform="cuda")[0]
-    assert decision.primitive == "linear_cross_entropy"
+    assert decision.primitive == "linear_log_probs"
     assert decision.implementation == ("mosaic" if is_mapped else "xla")
     assert is_mapped or "only inside a shard_map over all mesh axes" in decision.refusals[0][1]
 
 
-def numbers_by_kernel(head, hidden, weight, labels):
-    """The numbers of rows that `head` asks for, by a kernel of two blocks."""
-    operands = {"hidden": hidden, "weight": weight, "labels": labels}
-    return plans.run(functools.partial(plans.linear_problem_of, head), operands, replace(HOPPER, multiprocessors=2))
+def numbers_by_kernel(class_axis, hidden, weight, labels):
+    """The state and the score of the label of each row, by a kernel of two blocks."""
+    operands = {"hidden": hidden, "weight": weight, "labels": labels[:, None]}
+    problem_of = functools.partial(plans.linear_problem_of, LogProbHead(class_axis, None, None))
+    return plans.run(problem_of, operands, replace(HOPPER, multiprocessors=2))
+
+
+def losses_by_kernel(class_axis, hidden, weight, labels):
+    """The losses and the log-sum-exp of each row."""
+    m, d, score = numbers_by_kernel(class_axis, hidden, weight, labels)
+    chosen = jnp.where((labels >= 0) & (labels < weight.shape[class_axis]), score[:, 0], jnp.nan)
+    return xla.results_of(labels, m, d, chosen, dtype=m.dtype)
 
 
 def test_a_plan_has_a_block_for_each_multiprocessor():
-    head = LossHead(1, label_smoothing=0.0, z_loss=0.0, logits_soft_cap=None, implementation=None)
-    operands = dict(zip(("hidden", "weight", "labels"), types(128, 64, 256, 1, "bfloat16"), strict=True))
-    plan = plans.plan_of(plans.linear_problem_of(head, operands), replace(HOPPER, multiprocessors=78))
+    operands = dict(zip(("hidden", "weight"), types(128, 64, 256, 1, "bfloat16"), strict=False))
+    operands["labels"] = jax.ShapeDtypeStruct((128, 1), jnp.int32)
+    plan = plans.plan_of(plans.linear_problem_of(LogProbHead(1, None, None), operands), replace(HOPPER, multiprocessors=78))
     assert plan.blocks == 78
     assert plan.describe() == "tiles of 128 rows by 256 classes, 4 stages, 2 consumer warpgroups"
 
@@ -237,10 +243,10 @@ def test_a_plan_has_a_block_for_each_multiprocessor():
 @pytest.mark.parametrize("shape", cases.every_other(SHAPES), ids=cases.ident)
 def test_interpreted_losses_are_right(shape, dtype):
     arrays = given(*shape, dtype, factor=16)
-    head = LossHead(shape[3], label_smoothing=0.0, z_loss=1e-3, logits_soft_cap=None, implementation=None)
 
     def f(hidden, weight, labels):
-        return head.losses(numbers_by_kernel(head, hidden, weight, labels), labels, shape[2])
+        nll, lse = losses_by_kernel(shape[3], hidden, weight, labels)
+        return nll + 1e-3 * lse**2
 
     ignored = range(7, 80) if shape[0] > 128 else range(0)  # rows that do not count may hold anything
     hidden, weight, labels = np.array(arrays[0]), arrays[1], np.array(arrays[2])
@@ -255,25 +261,23 @@ def test_interpreted_losses_are_right(shape, dtype):
 def test_interpreted_states_of_a_part_of_the_classes_are_right():
     shape = (130, 128, 320, 1)
     hidden, weight, labels = given(*shape, "bfloat16")
-    head = LossHead(1, label_smoothing=0.0, z_loss=0.0, logits_soft_cap=None, implementation=None, axis_name=("model",))
-    f = functools.partial(numbers_by_kernel, head)
+    f = functools.partial(numbers_by_kernel, 1)
     m, d, score = map(np.asarray, kernels.interpreted(f, hidden, weight, jnp.asarray(labels)))
     scores = np.float64(hidden) @ np.float64(weight)
     np.testing.assert_allclose(m, scores.max(1), rtol=1e-5)
     np.testing.assert_allclose(m + np.log(d), jax.nn.logsumexp(np.float32(scores), 1), rtol=1e-5)
     is_own = (labels >= 0) & (labels < 320)
     own = np.where(is_own, np.take_along_axis(scores, np.clip(labels, 0, 319)[:, None], 1)[:, 0], 0)  # of other devices' 0
-    np.testing.assert_allclose(score, own, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(score[:, 0], own, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("weight_dtype", [None, "float32"])
 def test_interpreted_losses_of_a_weight_that_is_copied_in_pieces(weight_dtype, monkeypatch):
     shape = (130, 72, 700, 1)
-    monkeypatch.setattr(linear, "MOST", 300 * 72 * 2)
+    monkeypatch.setattr(parts, "MOST", 300 * 72 * 2)
     hidden, weight, labels = given(*shape, "bfloat16")
     assert linear_loss._classes_of_piece(1, weight, hidden.dtype) == 256
-    head = LossHead(1, label_smoothing=0.0, z_loss=0.0, logits_soft_cap=None, implementation=None)
-    f = functools.partial(numbers_by_kernel, head)
+    f = functools.partial(losses_by_kernel, 1)
     nll, lse = kernels.interpreted(f, hidden, weight.astype(weight_dtype or weight.dtype), jnp.asarray(labels))
     check(nll, hidden, weight, labels, 1)
     scores = np.float64(hidden) @ np.float64(weight)
@@ -348,7 +352,8 @@ def test_interpreted_log_probs_of_a_low_temperature_have_one_class_left(temperat
 def test_interpreted_gradients_of_log_probs_are_right(shape, is_scaled, has_entropy, monkeypatch):
     """Against the reference, which rounds the gradient of logits as the kernel does. Labels are of all tiles, and of none."""
     monkeypatch.setattr(linear_terms, "_LEAST_CLASSES", 256)
-    monkeypatch.setattr(linear_terms, "MOST_WITH_GRADIENT", 256 * (shape[0] * 2 + 4 * shape[1]))
+    for most in ("_BLOCK", "_ONE_BLOCK"):
+        monkeypatch.setattr(linear_terms, most, 256 * (shape[0] * 2 + 4 * shape[1]))
     hidden, weight, tokens = given(*shape, "bfloat16", factor=4)
     tokens[7:9] = NO_ROW
     rng, head = np.random.default_rng(0), LogProbHead(shape[3], None, None)

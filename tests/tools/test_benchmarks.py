@@ -49,7 +49,7 @@ from benchmarks import (
 from benchmarks.__main__ import SUITES, main
 from benchmarks.cells import ONE, OURS, Contender, library
 from benchmarks.clock import wall_clock
-from jaxsoftmax.ops.cross_entropy import linear
+from jaxsoftmax.ops.cross_entropy import parts
 
 from ..support import cases, kernels, oracle
 from ..support.attention import oracle as attention_oracle
@@ -1638,7 +1638,7 @@ def test_the_error_of_whole_logits_is_a_quarter_and_sums_in_the_dtype_add_to_it(
         return [oracle.error(*pair) for pair in cell.sample(inputs, function(*inputs))]
 
     assert errors(jax.jit(jax.value_and_grad(whole, (0, 1))))[1:] == pytest.approx([0.25, 0.25], rel=0.05)
-    monkeypatch.setattr(linear, "MOST_WITH_GRADIENT", 128 * 2004 * 2)
+    monkeypatch.setattr(parts, "MOST_WITH_GRADIENT", 128 * 2004 * 2)
     in_parts = errors(jax.jit(cell.contenders[0].build()))
     assert in_parts[1] == pytest.approx(0.25, rel=0.05)
     assert 0.3 < in_parts[2] < 0.4

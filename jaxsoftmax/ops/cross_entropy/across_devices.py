@@ -45,17 +45,18 @@ def cross_entropy_vjp(runner, x, labels, where, *, axes, cuts, dtype, soft_cap, 
     return runner(primitive.CROSS_ENTROPY_VJP, operands, **params)
 
 
-def cross_entropy_gradient(runner, x, labels, t, *, cuts, **params):
-    """Computes the losses of rows that devices share, and the gradient of this device's logits."""
+def cross_entropy_gradient(runner, x, labels, t, scale=None, *, cuts, **params):
+    """Computes the losses of rows that devices share, and the gradient of this device's logits: see `xla.composed`."""
 
     def forward(operands, **params):
-        return cross_entropy(runner, **operands, where=None, scale=None, cuts=cuts, **params)
+        return cross_entropy(runner, **operands, where=None, cuts=cuts, **params)
 
     def backward(operands, **params):
         return cross_entropy_vjp(runner, **operands, where=None, cuts=cuts, replaces=True, **params)
 
     (cut,) = cuts.values()
-    return xla.composed(forward, backward, {"x": x, "labels": labels, "t": t}, classes=cut.size, **params)
+    operands = {"x": x, "labels": labels, "t": t, "scale": scale}
+    return xla.composed(forward, backward, operands, classes=cut.size, **params)
 
 
 def local_labels(labels, classes, cuts):

@@ -1,10 +1,9 @@
 """Cross-entropy losses, with the arguments and values of optax: of logits, or of a linear layer's inputs and weight."""
 
-import functools
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import jax
@@ -13,13 +12,13 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxsoftmax._core import arguments, sharding
+from jaxsoftmax._core import arguments
 from jaxsoftmax._core.choose import check_implementation
 from jaxsoftmax._core.dtypes import accumulator
-from jaxsoftmax._core.primitive import bind, reverse_only
-from jaxsoftmax.ops.cross_entropy import across_devices, linear
+from jaxsoftmax._core.primitive import bind
+from jaxsoftmax.ops.cross_entropy import across_devices
 from jaxsoftmax.ops.cross_entropy.implementations import CROSS_ENTROPY_FAMILY
-from jaxsoftmax.ops.cross_entropy.loss import LossHead, combined
+from jaxsoftmax.ops.cross_entropy.loss import combined
 from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY
 from jaxsoftmax.ops.cross_entropy.xla import NO_CLASS, NO_ROW, capped
 from jaxsoftmax.ops.softmax.across_devices import logsumexp_of_parts
@@ -31,7 +30,7 @@ from jaxsoftmax.ops.softmax.xla import select
 if TYPE_CHECKING:
     from jaxsoftmax.ops.options import LossOptions
 
-_NAME, _LINEAR = "cross_entropy", "linear_cross_entropy"
+_NAME = "cross_entropy"
 
 
 @overload
@@ -168,7 +167,7 @@ def cross_entropy(
     labels = arguments.array(_NAME, "labels", labels)
     where = None if where is None else arguments.array(_NAME, "where", where, "boolean")
     kind = accumulator(logits.dtype)
-    smoothing, z_loss, soft_cap = _options(_NAME, kind, label_smoothing, z_loss, logits_soft_cap)
+    smoothing, z_loss, soft_cap = loss_options(_NAME, kind, label_smoothing, z_loss, logits_soft_cap)
     axes, axis_name = class_axes(_NAME, axis, logits.ndim), arguments.axis_names(_NAME, axis_name)
     params = {"dtype": kind, "soft_cap": soft_cap, "return_total": smoothing > 0, "implementation": implementation}
     if _are_classes(labels, logits.shape, axes):
@@ -251,7 +250,7 @@ def terms_from_classes(
     classes, all_classes = count_classes(function, rows.where, rows.logits.shape, (axis,), axis_name)
     counts = None if rows.where is None else classes != 0
     if ignore_index is not None:
-        is_label = _differs(labels, ignore_index)
+        is_label = differs(labels, ignore_index)
         counts = is_label if counts is None else counts & is_label
     index = index_of(labels, all_classes)
     if counts is not None:  # with any label of the row, the primitive computes the log-sum-exp that is returned
@@ -320,195 +319,7 @@ def _terms_from_probabilities(logits, labels, where, scale, axes, axis_name, par
     return terms, classes
 
 
-def linear_cross_entropy(
-    hidden: ArrayLike,
-    weight: ArrayLike,
-    labels: ArrayLike,
-    *,
-    bias: ArrayLike | None = None,
-    sample_weight: ArrayLike | None = None,
-    reduction: Literal["mean", "sum", "none"] = "mean",
-    class_axis: int = -1,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logits_soft_cap: float | None = None,
-    ignore_index: int | None = None,
-    axis_name: str | Sequence[str] | None = None,
-    implementation: str | None = None,
-) -> jax.Array:
-    """Computes the cross-entropy of `hidden @ weight + bias` without the logits of all rows in memory at once.
-
-    The result equals `cross_entropy(hidden @ weight + bias, labels)`, reduced over the rows. The products are made for a
-    part of the rows at a time, so the memory for logits is bounded. The function has no counterpart in `jax.nn` or optax.
-    It can be differentiated in reverse mode; forward mode raises TypeError.
-
-    Args:
-      hidden: floating array `[*rows, H]` of 16 bits or more, the input of the last layer.
-      weight: floating array `[H, classes]`, as the kernel of a Flax dense layer, or `[classes, H]` with `class_axis=0`, as
-        an embedding. It is cast to the dtype of `hidden`. Its gradient is summed over parts in the dtype of `weight`;
-        float32 loses the least precision.
-      labels: integers that broadcast to `[*rows]`, the class of each row.
-      bias: floating array that broadcasts to `[classes]`; None (the default) for no bias.
-      sample_weight: real array that broadcasts to `[*rows]`, the weight of each row's loss; None (the default) for 1. A
-        row of weight 0 may hold anything: its loss is 0 and has no derivative.
-      reduction: "mean" (the default) divides the sum of the weighted losses by the sum of `sample_weight`, both without
-        rows of `ignore_index`, and gives 0 if no row counts. "sum" gives the sum of the weighted losses. "none" gives the
-        weighted loss of each row.
-      class_axis: axis of `weight` that has the classes; -1 by default.
-      label_smoothing: share of the label's probability that is spread evenly over all classes; a concrete number from 0
-        (the default) to 1.
-      z_loss: factor of the term `z_loss * logsumexp(s)**2` that is added to the loss of a row with scores `s`; a concrete
-        number, 0 (the default) or more.
-      logits_soft_cap: the scores are `logits_soft_cap * tanh(logits / logits_soft_cap)`; a concrete positive number. None
-        (the default) for no cap.
-      ignore_index: label of the rows that do not count, such as padding; a concrete integer. Their loss and gradient are
-        0. None (the default) ignores no label.
-      axis_name: name or names of the mesh axes over which the classes of `weight` and `bias` are sharded, for calls inside
-        a `shard_map`; None (the default) if they are not sharded there. All other arguments are the same on all devices of
-        these axes, and labels count the classes of all devices.
-      implementation: name of the implementation that must run: "mosaic", "triton" or "xla". None (the default) takes the
-        best one for the platform, shape and dtype.
-
-    Returns:
-      A scalar for `reduction` "mean" and "sum", an array `[*rows]` for "none"; float32, or float64 if `hidden` is float64.
-      A label that is not the index of a class gives NaN.
-
-    Raises:
-      TypeError: `hidden`, `weight` or `bias` is not floating, `hidden` has fewer than 16 bits, `labels` are not integers,
-        `sample_weight` is not real, `class_axis` or `ignore_index` is not a concrete integer, `label_smoothing`, `z_loss`
-        or `logits_soft_cap` is not a concrete real number, or `axis_name` is not made of strings. Forward-mode
-        differentiation raises TypeError too.
-      ValueError: the shapes of `hidden` and `weight` do not fit each other, `labels`, `bias` or `sample_weight` does not
-        broadcast, `class_axis` is not an axis of `weight`, `reduction` is not one of the three, `label_smoothing`,
-        `z_loss` or `logits_soft_cap` is out of range, there are more classes than int32 can count, `axis_name` is not a
-        mesh axis of a `shard_map` around the call, or there is no `implementation` of this name.
-      NotImplementedError: the named `implementation` cannot run this call. The message gives the reason.
-
-    Examples:
-      >>> import jax
-      >>> import jax.numpy as jnp
-      >>> import jaxsoftmax
-      >>> keys = jax.random.split(jax.random.key(0), 3)
-      >>> hidden = jax.random.normal(keys[0], (2, 8, 16))
-      >>> weight = jax.random.normal(keys[1], (16, 100))
-      >>> labels = jax.random.randint(keys[2], (2, 8), 0, 100)
-      >>> def loss(hidden, weight):
-      ...     return jaxsoftmax.linear_cross_entropy(hidden, weight, labels)
-      >>> with jax.default_matmul_precision("highest"):
-      ...     value, gradients = jax.value_and_grad(loss, argnums=(0, 1))(hidden, weight)
-      ...     expected = jnp.mean(jaxsoftmax.cross_entropy(hidden @ weight, labels))
-      >>> bool(jnp.allclose(value, expected, rtol=1e-5))
-      True
-      >>> print([gradient.shape for gradient in gradients])
-      [(2, 8, 16), (16, 100)]
-
-      An embedding has the classes first: `linear_cross_entropy(hidden, embedding, labels, class_axis=0)`.
-
-    Memory and work: the logits of a part take 256 MiB, or 512 MiB with gradients, which replace the logits in memory. On
-    explicit mesh axes, and in a `shard_map`, a part is taken from each device's rows. Logits have the dtype of `hidden`:
-    products are summed in float32 and rounded once. With a bias the float32 sums are in memory too, and count toward a
-    part's size. With `reduction` "mean" or "sum" the gradients are computed together with the losses, part by part, in
-    three matrix products. With "none", and in float16, a fourth product is needed. Under `vmap` each example has its own
-    parts, and those of all examples are in memory at once. The exception is a loss on one device whose examples share the
-    weight. In programs for symbolic shapes all rows are one part.
-
-    On NVIDIA Hopper GPUs a kernel that keeps no logits in memory computes the losses for `reduction="none"`, for float16,
-    and for a "mean" or "sum" that is not differentiated. It needs 12 bytes for each row and 256 classes instead, and does
-    not round logits. It takes `hidden` of 16 bits, without `bias`, `label_smoothing` or `logits_soft_cap`. It copies a
-    weight of another dtype, in pieces of 256 MiB. It also copies a weight whose `H` is not a multiple of 64, or whose number
-    of classes is not a multiple of 64 (8 with `class_axis=0`). On several devices the kernel runs inside a `shard_map` over
-    all mesh axes, or if all mesh axes are explicit.
-
-    Sharded classes: each device multiplies by its part of the weight, and neither weights nor logits are gathered. One
-    collective for each part merges the states of the rows, or one in all without gradients. The gradient of `hidden` is
-    summed over devices once. On automatic mesh axes XLA decides, and may sum it for each part.
-
-    Source: Milakov and Gimelshein 2018, arXiv:1805.02867, for the log-sum-exp.
-    """
-    name = _LINEAR
-    check_implementation(CROSS_ENTROPY_FAMILY, name, implementation)
-    hidden, weight, labels, axis = linear_layer(name, hidden, weight, "labels", labels, class_axis)
-    arguments.check_choice(name, "reduction", reduction, "mean", "sum", "none")
-    rows, kind, classes = hidden.shape[:-1], accumulator(hidden.dtype), weight.shape[axis]
-    options = _options(name, kind, label_smoothing, z_loss, logits_soft_cap)
-    labels = broadcast_to("labels", labels, rows, name)
-    operands = {"hidden": hidden, "weight": weight, "labels": labels}
-    if bias is not None:
-        operands["bias"] = broadcast_to("bias", arguments.array(name, "bias", bias, "floating"), (classes,), name)
-    if sample_weight is not None:
-        sample_weight = arguments.array(name, "sample_weight", sample_weight)
-        if jnp.issubdtype(sample_weight.dtype, jnp.complexfloating):
-            raise TypeError(f"{name}: sample_weight must be real, got {sample_weight.dtype}")
-        operands["sample_weight"] = broadcast_to("sample_weight", sample_weight, rows, name).astype(kind)
-    head = LossHead(axis, *options, implementation, arguments.axis_names(name, axis_name))
-    axes = {"hidden": (None,), "weight": (None, "classes") if axis else ("classes", None), "bias": ("classes",)}
-    loss = functools.partial(_linear_loss, list(operands), head, classes, reduction, ignore_index)
-    arrays = [array if array is labels else reverse_only(linear.REVERSE_ONLY, array) for array in operands.values()]
-    names = [axes.get(operand, ()) for operand in operands]
-    return sharding.on_shards(loss, arrays, names, "classes", len(rows) if reduction == "none" else 0)
-
-
-def linear_layer(
-    function: str, hidden, weight, name_of_labels: str, labels, class_axis
-) -> tuple[jax.Array, jax.Array, jax.Array, int]:
-    """Checks the operands of a linear layer and its labels. Returns them, and the axis of the classes: 0 or 1."""
-    hidden, weight = (arguments.array(function, *named, "floating") for named in (("hidden", hidden), ("weight", weight)))
-    if hidden.dtype.itemsize < 2:
-        raise TypeError(f"{function}: hidden must have 16 bits or more, such as bfloat16, got {hidden.dtype}")
-    labels = arguments.array(function, name_of_labels, labels, "integers")
-    class_axis = arguments.integer(function, "class_axis", class_axis)
-    if class_axis not in (-2, -1, 0, 1):
-        raise ValueError(f"{function}: class_axis must be -2, -1, 0 or 1, got {arguments.shown(class_axis)}")
-    axis = class_axis % 2
-    if hidden.ndim < 1 or weight.ndim != 2 or weight.shape[1 - axis] != hidden.shape[-1]:
-        shape = "[H, classes]" if axis else "[classes, H]"
-        raise ValueError(
-            f"{function}: weight must be {shape} for hidden [*rows, H], got shapes {weight.shape} and {hidden.shape}"
-        )
-    return hidden, weight, labels, axis
-
-
-def _linear_loss(names, head, classes, reduction, ignore_index, row_axes, class_axes, *arrays) -> jax.Array:
-    """Computes the losses of this device's rows, or the sum over the rows of all devices.
-
-    Args:
-      names: names of the arrays.
-      head: the loss; its `axis_name` has the mesh axes that the caller names.
-      classes: number of classes on all devices that `row_axes` and `class_axes` span.
-      reduction: "mean", "sum" or "none".
-      ignore_index: label of the rows that do not count, or None.
-      row_axes: mesh axes over which rows are sharded.
-      class_axes: mesh axes over which classes are sharded, except `head.axis_name`.
-      *arrays: the parts of the operands that this device has.
-    """
-    all_classes = countable(_LINEAR, classes * lax.axis_size(head.axis_name))
-    head = replace(head, axis_name=(*head.axis_name, *class_axes))
-    operands = dict(zip(names, arrays, strict=True))
-    hidden, weight, labels, bias = operands["hidden"], operands["weight"], operands["labels"], operands.get("bias")
-    factors = operands.get("sample_weight", jnp.ones_like(labels, accumulator(hidden.dtype)))
-    index = index_of(labels, all_classes)
-    if ignore_index is not None:
-        factors = jnp.where(_differs(labels, ignore_index, _LINEAR), factors, 0)
-    if ignore_index is not None or "sample_weight" in operands:
-        index = jnp.where(factors != 0, index, NO_ROW)
-        hidden = jnp.where(jnp.expand_dims(factors != 0, -1), hidden, 0)  # 0 * NaN would be in the gradient of the weight
-    if reduction == "mean":
-        count = lax.psum(jnp.sum(factors), row_axes)
-        factors = factors / jnp.where(count != 0, count, 1)
-    hidden = hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
-    index, factors = index.reshape(-1), factors.reshape(-1)
-    # Small gradients are 0 in float16, unless they are computed with the cotangent, which is a loss scale.
-    if reduction != "none" and hidden.dtype != jnp.float16:
-        total = linear.weighted_sum(head, hidden, weight, bias, index, factors)
-    else:
-        losses = factors * linear.losses(head, hidden, weight, bias, index)
-        if reduction == "none":
-            return lax.psum(losses.reshape(labels.shape), head.axis_name)
-        total = jnp.sum(losses)
-    return lax.psum(total, (*row_axes, *head.axis_name))
-
-
-def _options(function, kind, label_smoothing, z_loss, logits_soft_cap) -> tuple[float, float, float | None]:
+def loss_options(function, kind, label_smoothing, z_loss, logits_soft_cap) -> tuple[float, float, float | None]:
     """Returns options of a loss as concrete numbers, checked for arithmetic of this dtype."""
     smoothing, factor = (
         arguments.number(function, name, value) for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss))
@@ -527,7 +338,7 @@ def index_of(labels: jax.Array, classes: int) -> jax.Array:
     return jnp.where((wide >= 0) & (wide < classes), wide.astype(jnp.int32), NO_CLASS)
 
 
-def _differs(labels: jax.Array, ignore_index: Any, function: str = _NAME) -> jax.Array:
+def differs(labels: jax.Array, ignore_index: Any, function: str = _NAME) -> jax.Array:
     """Returns `labels != ignore_index`, also if the dtype of the labels does not hold `ignore_index`."""
     try:
         if isinstance(ignore_index, bool):

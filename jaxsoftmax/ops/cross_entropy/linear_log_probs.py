@@ -3,28 +3,23 @@
 import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
 from jaxsoftmax._core import arguments, compat, sharding
 from jaxsoftmax._core.choose import check_implementation
 from jaxsoftmax._core.dtypes import accumulator
-from jaxsoftmax._core.primitive import bind
-from jaxsoftmax._core.sharding import Cut
-from jaxsoftmax.ops.cross_entropy import across_devices, xla
-from jaxsoftmax.ops.cross_entropy.api import broadcast_to, countable, index_of, linear_layer
+from jaxsoftmax.ops.cross_entropy.api import broadcast_to, countable, index_of
 from jaxsoftmax.ops.cross_entropy.implementations import CROSS_ENTROPY_FAMILY
-from jaxsoftmax.ops.cross_entropy.linear_terms import LINEAR_LOG_PROBS, LINEAR_LOG_PROBS_JVP
+from jaxsoftmax.ops.cross_entropy.linear_layer import linear_layer, more_operands
+from jaxsoftmax.ops.cross_entropy.linear_results import results_of_rows
 from jaxsoftmax.ops.cross_entropy.loss import LogProbHead
 from jaxsoftmax.ops.cross_entropy.xla import NO_ROW
-from jaxsoftmax.ops.softmax.across_devices import gathered, is_zero
-from jaxsoftmax.ops.softmax.api import row_scale
-from jaxsoftmax.ops.softmax.xla import tangent_of_sum
+from jaxsoftmax.ops.softmax.across_devices import gathered
 
 if TYPE_CHECKING:
     from jaxsoftmax.ops.options import LinearLogProbOptions
@@ -161,7 +156,8 @@ def linear_log_probs(
     """
     check_implementation(CROSS_ENTROPY_FAMILY, _NAME, implementation)
     flags = arguments.flags(_NAME, return_entropy=return_entropy, return_lse=return_lse)
-    hidden, weight, tokens, axis = linear_layer(_NAME, hidden, weight, "tokens", tokens, class_axis)
+    hidden, weight, axis = linear_layer(_NAME, hidden, weight, class_axis)
+    tokens = arguments.array(_NAME, "tokens", tokens, "integers")
     if weight.dtype != hidden.dtype and weight.dtype.itemsize <= hidden.dtype.itemsize:
         raise ValueError(f"{_NAME}: weight must have the dtype of hidden, {hidden.dtype}, or a wider one, got {weight.dtype}")
     rows, kind, classes = hidden.shape[:-1], accumulator(hidden.dtype), weight.shape[axis]
@@ -175,10 +171,7 @@ def linear_log_probs(
         "labels": (None,) * (tokens.ndim - len(rows)),
         "bias": ("classes",),
     }
-    if bias is not None:
-        operands["bias"] = broadcast_to("bias", arguments.array(_NAME, "bias", bias, "floating"), (classes,), _NAME)
-    if temperature is not None:
-        operands["scale"] = _scale(temperature, rows, kind)
+    operands |= more_operands(_NAME, rows, classes, kind, bias=bias, temperature=temperature, sample_weight=None)
     if where is not None:
         operands["where"] = broadcast_to("where", arguments.array(_NAME, "where", where, "boolean"), rows, _NAME)
     head = LogProbHead(axis, cap, implementation)
@@ -189,21 +182,6 @@ def linear_log_probs(
     log_p = results[..., :n] if tokens.ndim > len(rows) else results[..., 0]
     others = [results[..., at] for at in range(-sum(flags), 0)]
     return (log_p, *others) if others else log_p
-
-
-def _scale(temperature, rows, kind) -> jax.Array:
-    """Returns the inverse of temperatures, `[*rows]`; NaN for those that are not larger than 0."""
-    if not (isinstance(temperature, jax.Array) or hasattr(temperature, "__jax_array__")):  # these may be traced
-        numbers = np.asarray(temperature)
-        is_real = numbers.dtype.kind in "fiu" or numbers.dtype == jnp.bfloat16
-        least = jnp.finfo(kind).tiny
-        if is_real and not np.all(numbers >= least):
-            what = f"{least:.3g} or more in {kind}, got {arguments.shown(temperature)}"
-            raise ValueError(f"{_NAME}: temperature must be larger than 0, {what}")
-    temperature = row_scale(_NAME, temperature, (*rows, 1), (len(rows),), kind, name="temperature")
-    temperature = jnp.broadcast_to(jnp.squeeze(jnp.asarray(temperature), len(rows)), rows)
-    most = 1 / float(jnp.finfo(kind).tiny)  # a larger temperature has the inverse 0, and 0 times an infinite score is NaN
-    return jnp.where(temperature > 0, 1 / jnp.minimum(jnp.where(temperature > 0, temperature, 1), most), jnp.nan)
 
 
 def _stacked(names, head, axis_name, classes, flags, row_axes, class_axes, *arrays) -> jax.Array:
@@ -239,75 +217,17 @@ def _stacked(names, head, axis_name, classes, flags, row_axes, class_axes, *arra
         for name, each in operands.items()
     }
     return_entropy, return_lse = flags
-    log_p, lse, *others = _results(head, (*axis_name, *class_axes), return_entropy, flat)
+    asked = ("return_entropy",) if return_entropy else ()
+    log_p, lse, *others = results_of_rows(head, (*axis_name, *class_axes), asked, flat)
     results = [log_p, *([others[0][:, None]] if return_entropy else []), *([lse[:, None]] if return_lse else [])]
-    if counts is not None:  # here, not in `_results`: a cotangent of NaN there would be in the gradient of the weight
-        counts = _alike_on_all((*axis_name, *class_axes), counts)
+    if counts is not None:  # here, not in `results_of_rows`: a cotangent of NaN there would be in the gradient of the weight
         constants = [0.0] * (1 + return_entropy) + [-jnp.inf] * return_lse
         results = [jnp.where(counts.reshape(-1, 1), *pair) for pair in zip(results, constants, strict=True)]
-    stacked = jnp.concatenate(results, 1)
+    stacked = _alike_on_all((*axis_name, *class_axes), jnp.concatenate(results, 1))
     return stacked.reshape(*rows, stacked.shape[1])
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _results(head: LogProbHead, axis_name: tuple[str, ...], return_entropy: bool, operands) -> list[jax.Array]:
-    """Computes log-probabilities `[rows, n]`, and `[rows]` the log-sum-exp, the entropy if asked for, and the state.
-
-    A label is negative if its token is no class, or if its row does not take part. All devices over which `axis_name` shards
-    the classes get the same results.
-    """
-    own = {"labels": _own_labels(head, axis_name, operands)}
-    params = {"head": head, "return_entropy": return_entropy, "implementation": _forced(head)}
-    m, d, chosen, *exponents = bind(LINEAR_LOG_PROBS, operands | own, **params)
-    labels, scale = operands["labels"], operands.get("scale")
-    if axis_name:
-        scores, options = jnp.unstack(chosen, axis=1), {"exponents": exponents[0] if exponents else None}
-        labels, scale = _alike_on_all(axis_name, labels), None if scale is None else _alike_on_all(axis_name, scale)
-        cuts = _cuts(head, axis_name, operands)
-        m, d, *merged = across_devices.merge_states(m, d, *scores, cuts=cuts, scale=scale, **options)
-        chosen, exponents = jnp.stack(merged[: len(scores)], 1), merged[len(scores) :]
-    chosen = jnp.where(labels >= 0, chosen, jnp.nan)
-    m, d, *exponents = (number[:, None] for number in (m, d, *exponents))
-    options = {"return_entropy": return_entropy, "return_state": True, "dtype": m.dtype}
-    scale = None if scale is None else scale[:, None]
-    nll, lse, *others = xla.results_of(labels, m, d, chosen, *exponents, scale=scale, **options)
-    return [-nll, *(number[:, 0] for number in (lse, *others))]
 
 
 def _alike_on_all(axis_name, array):
     """Returns an array that is the same on all devices as one whose type says so, if a `shard_map` around checks that."""
     is_typed = bool(axis_name) and compat.varying(array).issuperset(axis_name)
     return gathered(axis_name, array)[0, 0] if is_typed else array
-
-
-@functools.partial(_results.defjvp, symbolic_zeros=True)
-def _jvp_of_results(head, axis_name, return_entropy, primals, tangents):
-    (operands,), (moving,) = primals, tangents
-    results = _results(head, axis_name, return_entropy, operands)
-    _, _, *others, m, d = results
-    moved = {f"t_{name}": t for name, t in moving.items() if name != "labels" and not is_zero(t)}
-    known = operands | {"labels": _own_labels(head, axis_name, operands), "m": m, "d": d}
-    params = {"head": head, "return_entropy": return_entropy, "implementation": _forced(head)}
-    mean, chosen, *sums = bind(LINEAR_LOG_PROBS_JVP, known | moved, **params)
-    if axis_name:
-        mean, chosen, *sums = lax.psum([mean, chosen, *sums], axis_name)
-    if return_entropy:  # see `_jvp` in primitive.py
-        sums[-1] = xla.mean_of(others[0], d) * mean - sums[-1]
-    found = [chosen - mean[:, None], mean, *sums, jnp.zeros_like(m), tangent_of_sum(d, mean)]
-    return results, sharding.varying_as(found, results)
-
-
-def _forced(head: LogProbHead) -> str | None:
-    """Returns the implementation that must run. If Mosaic has no kernel without logits, its kernels for logits run."""
-    return None if head.implementation == "mosaic" else head.implementation
-
-
-def _cuts(head, axis_name, operands) -> dict[int, Cut]:
-    """Describes how devices share the classes, for the functions that merge over devices."""
-    return {1: Cut.of_part(axis_name, operands["weight"].shape[head.class_axis])}
-
-
-def _own_labels(head, axis_name, operands) -> Any:
-    """Returns the labels as this device counts its classes."""
-    labels, classes = operands["labels"], operands["weight"].shape[head.class_axis]
-    return across_devices.local_labels(labels, classes, _cuts(head, axis_name, operands)) if axis_name else labels

@@ -2,17 +2,17 @@
 
 With logits `x = hidden @ weight + bias`, scores `s` of them as in `primitive.py`, `z = s - max s` and `p = softmax(s)`:
 
-    linear_log_probs      the state `(m, d)` of rows, the scores of the labels before `scale`, and with `return_entropy`
-                          sum(exp(z) * z)
+    linear_log_probs      the state `(m, d)` of rows, the scores of the labels before `scale`, with `return_total` the sum of
+                          the scores, and with `return_entropy` sum(exp(z) * z)
     linear_log_probs_jvp  from tangents of the operands, which give scores the tangents u:
-                          sum(p * u), u[labels], and with `return_entropy` sum(p * z * u)
-    linear_log_probs_vjp  from numbers a, b and e of rows: the derivatives of a * sum(p * u) + sum(b * u[labels]) +
-                          e * sum(p * z * u) by the operands that `wrt` names
+                          sum(p * u), u[labels], with `return_total` sum(u), and with `return_entropy` sum(p * z * u)
+    linear_log_probs_vjp  from numbers a, b, c and e of rows: the derivatives of a * sum(p * u) + sum(b * u[labels]) +
+                          c * sum(u) + e * sum(p * z * u) by the operands that `wrt` names
 
 The last two are transposes of each other. Rows have `n` labels each, counted as this device counts its classes. Logits are sums
 in float32 that are not rounded, or in float64. Results are those of the classes of this device alone: who calls merges them.
 
-Terms are computed for a part of the rows at a time, as in `linear.py`. Derivatives are computed for a block of the classes at a
+Terms are computed for a part of the rows at a time (`parts.py`). Derivatives are computed for a block of the classes at a
 time, since the state is known: the gradient of the weight of a block is one product over all rows, which is rounded once, and
 that of `hidden` accumulates over the blocks in float32. On automatic axes of several devices XLA would gather the weight to cut
 it. Derivatives are computed for a part of the rows there, too, and the gradient of the weight accumulates in its own dtype.
@@ -33,11 +33,16 @@ from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.operation import OnShards, Operand, Operation
 from jaxsoftmax._core.primitive import bind, define, set_transpose
 from jaxsoftmax._core.target import ONE_DEVICE
+from jaxsoftmax.ops.cross_entropy import parts
 from jaxsoftmax.ops.cross_entropy.implementations import CROSS_ENTROPY_FAMILY
-from jaxsoftmax.ops.cross_entropy.linear import MOST, MOST_WITH_GRADIENT, by_parts, product, sizes
+from jaxsoftmax.ops.cross_entropy.parts import by_parts, product, sizes
 
 _OF_CLASSES = {"weight": 2, "bias": 1, "t_weight": 2, "t_bias": 1}  # operands that examples may share, and their axes
 
+# Bytes that a block of classes takes, and those that a single block may take. A block that holds all classes needs no copies of
+# the weight, and adds nothing up: 8192 rows, 2048 units and 32000 classes took 5.74 ms in two blocks, and 5.44 in one. Those of
+# 4096 units and 128256 classes took 51.1 ms and 644 MB with this size, and 51.4 ms and 791 MB with 512 MiB (H200, 1e4109a).
+_BLOCK, _ONE_BLOCK = 3 * 2**27, 3 * 2**28
 # Classes of a block, unless there are fewer. Each block reads and writes the gradient of `hidden` once more.
 _LEAST_CLASSES = 8192
 _TILE = 128  # classes of one tile of tensor cores
@@ -53,9 +58,9 @@ _OPERANDS = (_HIDDEN, _WEIGHT, _LABELS, _BIAS, _SCALE)
 _TANGENTS = tuple([operand.called(f"t_{operand.name}") for operand in (_HIDDEN, _WEIGHT, _BIAS, _SCALE)])
 
 
-def _terms(*, return_entropy=False, **params) -> list[Operand]:
+def _terms(*, return_total=False, return_entropy=False, **params) -> list[Operand]:
     del params
-    return [_of_rows("m"), _of_rows("d"), _LABELS, *([_of_rows("exponents")] if return_entropy else [])]
+    return [_of_rows("m"), _of_rows("d"), _LABELS, *map(_of_rows, ["total"] * return_total + ["exponents"] * return_entropy)]
 
 
 def _sums(**params) -> list[Operand]:
@@ -78,7 +83,8 @@ def _types_of_gradients(operands, *, wrt, **params):
     return [jax.ShapeDtypeStruct(operands[name].shape, operands[name].dtype) for name in wrt]
 
 
-# Kernels and references run where no operand is cut, or on shards inside a `shard_map`: see `linear.LINEAR_CROSS_ENTROPY`.
+# Kernels and references run where no operand is cut, or on shards inside a `shard_map`: to hand a kernel shards, XLA would
+# gather a weight whose classes are sharded.
 _define = functools.partial(Operation, CROSS_ENTROPY_FAMILY, on_shards=OnShards.NOTHING, knows_machine=True)
 
 LINEAR_LOG_PROBS = define(_define("linear_log_probs", _OPERANDS, types=functools.partial(_types, _terms), results=_terms))
@@ -95,17 +101,27 @@ LINEAR_LOG_PROBS_VJP = define(
     _define(
         "linear_log_probs_vjp",
         # Each example of a batch has a gradient of the weight, also if they share the weight.
-        (*(replace(each, may_be_one=False) for each in _OPERANDS), *map(_of_rows, "mda"), _LABELS.called("b"), _of_rows("e")),
+        (
+            *(replace(each, may_be_one=False) for each in _OPERANDS),
+            *map(_of_rows, "mda"),
+            _LABELS.called("b"),
+            *map(_of_rows, "ce"),
+        ),
         types=_types_of_gradients,
         results=_gradients,
-        linear=("a", "b", "e"),
+        linear=("a", "b", "c", "e"),
     )
 )
 
 
-def _transpose_of_jvp(cotangents, operands, types, **params):
+def _numbers(has_total: bool, has_entropy: bool) -> str:
+    """Returns the names of the numbers of rows that `linear_log_probs_vjp` takes, in the order of its transpose's results."""
+    return "ab" + "c" * has_total + "e" * has_entropy
+
+
+def _transpose_of_jvp(cotangents, operands, types, *, return_total=False, return_entropy=False, **params):
     """Returns the cotangents of tangents. Examples that share a weight are rows of one example: their gradients add up."""
-    numbers = dict(zip("abe", cotangents, strict=False))
+    numbers = dict(zip(_numbers(return_total, return_entropy), cotangents, strict=True))
     operands = operands | {name: number for name, number in numbers.items() if number is not None}
     wrt = tuple([name.removeprefix("t_") for name in types])
     batch = operands["labels"].shape[:-2]
@@ -118,8 +134,9 @@ def _transpose_of_jvp(cotangents, operands, types, **params):
 
 def _transpose_of_vjp(cotangents, operands, types, *, wrt, **params):
     moving = {f"t_{name}": cotangent for name, cotangent in zip(wrt, cotangents, strict=True) if cotangent is not None}
-    sums = bind(LINEAR_LOG_PROBS_JVP, operands | moving, **params)
-    return {name: total for name, total in zip("abe", sums, strict=False) if name in types}
+    options = {"return_total": "c" in types, "return_entropy": "e" in types}
+    sums = bind(LINEAR_LOG_PROBS_JVP, operands | moving, **options, **params)
+    return {name: total for name, total in zip(_numbers(*options.values()), sums, strict=True) if name in types}
 
 
 set_transpose(LINEAR_LOG_PROBS_JVP, _transpose_of_jvp)
@@ -179,26 +196,27 @@ def of_batch(function: Callable[..., list[jax.Array]], operands: dict[str, Any],
 # The reference.
 
 
-def terms(hidden, weight, labels, bias=None, scale=None, *, head, return_entropy=False, machine=ONE_DEVICE):
+def terms(hidden, weight, labels, bias=None, scale=None, *, head, machine=ONE_DEVICE, **flags):
     """Computes the results of `linear_log_probs`."""
 
     def of_one(hidden, weight, labels, bias=None, **of_rows):
         def part(sums, hidden, labels, *of_rows):
-            return sums, head.terms(_logits(head, hidden, weight, bias), labels, *of_rows, return_entropy=return_entropy)
+            return sums, head.terms(_logits(head, hidden, weight, bias), labels, *of_rows, **flags)
 
-        return by_parts(part, MOST, _bytes_of_logits(head, hidden, weight), [hidden, labels, *of_rows.values()])[1]
+        return by_parts(part, parts.MOST, _bytes_of_logits(head, hidden, weight), [hidden, labels, *of_rows.values()])[1]
 
     return of_batch(of_one, present(hidden=hidden, weight=weight, labels=labels, bias=bias, scale=scale), machine)
 
 
-def tangents(hidden, labels, *, head, return_entropy=False, machine=ONE_DEVICE, **others):
+def tangents(hidden, labels, *, head, return_total=False, return_entropy=False, machine=ONE_DEVICE, **others):
     """Computes the results of `linear_log_probs_jvp`."""
+    flags = {"return_total": return_total, "return_entropy": return_entropy}
 
     def of_one(weight, bias=None, t_weight=None, t_bias=None, **rows):
         names = list(rows)
 
-        def part(sums, *parts):
-            rows = dict(zip(names, parts, strict=True))
+        def part(sums, *arrays):
+            rows = dict(zip(names, arrays, strict=True))
             hidden, t_hidden = rows.pop("hidden"), rows.pop("t_hidden", None)
             x, moved = _logits(head, hidden, weight, bias), []
             if t_hidden is not None:
@@ -208,17 +226,16 @@ def tangents(hidden, labels, *, head, return_entropy=False, machine=ONE_DEVICE, 
             if t_bias is not None:
                 moved.append(jnp.broadcast_to(t_bias.astype(x.dtype)[None], x.shape))
             t = sum(moved[1:], start=moved[0]) if moved else None
-            return sums, head.tangents(x, t, return_entropy=return_entropy, **rows)
+            return sums, head.tangents(x, t, **flags, **rows)
 
         bytes_of_row = _bytes_of_logits(head, rows["hidden"], weight)
-        return by_parts(jax.checkpoint(part), MOST, bytes_of_row, list(rows.values()))[1]
+        return by_parts(jax.checkpoint(part), parts.MOST, bytes_of_row, list(rows.values()))[1]
 
     return of_batch(of_one, present(hidden=hidden, labels=labels, **others), machine)
 
 
-def gradients(*, head, wrt, return_entropy=False, machine=ONE_DEVICE, **operands):
+def gradients(*, head, wrt, machine=ONE_DEVICE, **operands):
     """Computes the results of `linear_log_probs_vjp`."""
-    del return_entropy
 
     def call(operands):
         gradient = functools.partial(_gradient_of_logits, head, "scale" in wrt)
@@ -262,11 +279,11 @@ def gradients_by_blocks(
         """Computes the gradients of a block by what belongs to classes, and its share of those by what belongs to rows."""
         own = {name: _cut(each, start, size, axes[name]) for name, each in layer.items()}
         bytes_of_row = own["weight"].shape[axis] * bytes_of_logit
-        parts = sizes(hidden.shape[0], bytes_of_row, MOST_WITH_GRADIENT)[1]
-        product_dtype = kind if is_one_device and parts > 1 else weight.dtype
+        n_parts = sizes(hidden.shape[0], bytes_of_row, _ONE_BLOCK)[1]
+        product_dtype = kind if is_one_device and n_parts > 1 else weight.dtype
 
-        def part(sums, *parts):
-            of_rows = dict(zip(rows, parts, strict=True))
+        def part(sums, *arrays):
+            of_rows = dict(zip(rows, arrays, strict=True))
             hidden = of_rows.pop("hidden")
             labels = head.labels_of_block(of_rows.pop("labels"), start, size)
             g, of_scale = gradient(hidden, own, labels, **of_rows)
@@ -280,7 +297,7 @@ def gradients_by_blocks(
             found += [of_scale] if "scale" in wrt else []
             return more if sums is None else jax.tree.map(jnp.add, sums, more), found
 
-        sums, found = by_parts(jax.checkpoint(part), MOST_WITH_GRADIENT, bytes_of_row, list(rows.values()))
+        sums, found = by_parts(jax.checkpoint(part), _ONE_BLOCK, bytes_of_row, list(rows.values()))
         return sums, dict(zip([name for name in ("hidden", "scale") if name in wrt], found, strict=True))
 
     def add(carry, start, size):
@@ -321,8 +338,11 @@ def _classes_of_block(classes, bytes_of_class) -> Any:
     """
     if not (isinstance(classes, int) and isinstance(bytes_of_class, int)):
         return classes
-    most = max(MOST_WITH_GRADIENT // max(bytes_of_class, 1), _LEAST_CLASSES)
-    blocks, tiles = -(-classes // most), classes // _TILE
+    if classes * bytes_of_class <= _ONE_BLOCK:
+        blocks = 1
+    else:
+        blocks = -(-classes // max(_BLOCK // max(bytes_of_class, 1), _LEAST_CLASSES))
+    tiles = classes // _TILE
     if classes % _TILE and classes > _LEAST_CLASSES:
         return max(tiles // blocks, 1) * _TILE
     return -(-tiles // blocks) * _TILE if blocks > 1 else classes

@@ -1,9 +1,9 @@
-"""The losses of rows from their terms, and what stands behind a linear layer as values that `linear` calls part by part.
+"""The losses of rows from their terms, and what stands behind linear layers as values that are called part by part.
 
-The terms of a row are its `nll` and `lse`, and with label smoothing the sum of its scores. If devices share the classes, a
-device's terms are instead the state `(m, d)` of its classes and the score of the label, 0 if another device has that.
+The terms of a row are its `nll` and `lse`, with label smoothing the sum of its scores, and its entropy if asked for.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxsoftmax._core import sharding
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.operation import Operation
 from jaxsoftmax._core.primitive import bind
 from jaxsoftmax._core.sharding import Cut
 from jaxsoftmax.ops.cross_entropy import across_devices, xla
+from jaxsoftmax.ops.cross_entropy.linear_results import results_of_rows
 from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY, CROSS_ENTROPY_GRADIENT, CROSS_ENTROPY_JVP, CROSS_ENTROPY_VJP
 from jaxsoftmax.ops.cross_entropy.xla import NO_CLASS, NO_ROW
 
@@ -28,68 +30,137 @@ def combined(nll, lse, total=None, *, label_smoothing, z_loss, classes):
 
 
 @dataclass(frozen=True)
-class LossHead:
-    """The loss behind a linear layer: computes losses, and the gradient of the logits, from logits `[rows, classes]`.
+class Wanted:
+    """Names of the operands of each layer, and of rows, that derivatives are wanted of."""
 
-    Equal heads have equal hashes, so that JAX compiles equal calls once. If devices share the classes, the losses that they
-    return add up to the loss of a row.
+    layers: tuple[tuple[str, ...], ...]
+    rows: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Head:
+    """The loss behind linear layers: computes losses of rows, and the gradients of the logits, from logits `[rows, classes]`.
+
+    Equal heads have equal hashes, so that JAX compiles equal calls once. If devices share the classes, the results that they
+    return add up to those of a row. JAX transposes that sum, as it transposes the sum of the gradients of arrays that all
+    devices have, in one way if a `shard_map` checks what varies over devices, and in another way if it does not.
     """
 
-    class_axis: int  # of the weight, 0 or 1
-    label_smoothing: float  # share of the label's probability that is spread over the classes
-    z_loss: float  # factor of `lse**2` in the loss
+    class_axes: tuple[int, ...]  # of the weight of each layer, 0 or 1
+    logits_dtype: str | None  # None for the dtype of hidden states
     logits_soft_cap: float | None
     implementation: str | None  # name of the one that must run, or None
     axis_name: tuple[str, ...] = ()  # mesh axes over which devices share the classes
 
-    @property
-    def is_plain(self) -> bool:
-        """True if the loss has neither smoothing nor a cap."""
-        return self.label_smoothing == 0 and self.logits_soft_cap is None
+    def results(self, logits: Sequence[jax.Array], rows: dict[str, jax.Array]) -> list[jax.Array]:
+        """Computes the losses `[rows]`, and other numbers of rows."""
+        raise NotImplementedError
 
-    def local_labels(self, labels: jax.Array, classes: int) -> jax.Array:
-        """Returns the labels as this device counts its `classes` classes."""
-        return across_devices.local_labels(labels, classes, self._cuts(classes)) if self.axis_name else labels
+    def with_gradients(
+        self, logits: Sequence[jax.Array], rows: dict[str, jax.Array], factors: jax.Array, wanted: Wanted, dtype: Any
+    ) -> tuple[list[jax.Array], list[jax.Array | None], dict[str, jax.Array]]:
+        """Computes the results, and the derivatives of `sum(factors * losses)`.
 
-    def terms(self, logits: jax.Array, labels: jax.Array) -> list[jax.Array]:
-        """Computes the terms of rows, `[rows]` each, from the logits of this device's classes and its `local_labels`."""
-        params = {"axes": (1,), "dtype": accumulator(logits.dtype), "soft_cap": self.logits_soft_cap}
-        params |= {"return_total": self.label_smoothing > 0}
-        operands = {"x": logits, "labels": labels[:, None]}
-        if self.axis_name:
-            terms = across_devices.local_terms(self._run, **operands, where=None, **params)
-        else:
-            terms = self._run(CROSS_ENTROPY, operands, return_state=False, **params)
-        return [jnp.squeeze(term, 1) for term in terms]
+        Args:
+          logits: those of each layer.
+          rows: what else belongs to rows, by name.
+          factors: `[rows]`.
+          wanted: the operands that derivatives are wanted of.
+          dtype: dtype that the gradient of logits may have if they have another one.
 
-    def losses(self, terms: Sequence[jax.Array], labels: jax.Array, classes: int) -> jax.Array:
-        """Computes the losses of rows from `terms` and from labels that count the classes of all devices."""
-        if self.axis_name:
-            terms = across_devices.merge_terms(terms, labels, terms[0].dtype, self._cuts(classes))
-        return self.combined(terms, classes)
+        Returns:
+          The results, the gradient of the logits of each layer, or None, and derivatives by what belongs to rows.
+        """
+        del dtype
+        moving = [x for x, names in zip(logits, wanted.layers, strict=True) if names]
+        of_rows = {name: rows[name] for name in wanted.rows}
 
-    def losses_and_gradient(self, logits: jax.Array, labels: jax.Array, factors: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Computes the losses, and the derivative of `sum(factors * losses)` in the memory of the logits."""
-        operands = {"x": logits, "labels": labels[:, None], "t": factors[:, None]}
+        def losses(moving, of_rows):
+            left = iter(moving)
+            losses, *others = self.results(
+                [next(left) if names else x for x, names in zip(logits, wanted.layers, strict=True)], rows | of_rows
+            )
+            return losses, others
+
+        value, pull, others = jax.vjp(losses, moving, of_rows, has_aux=True)
+        gradients, found = pull(*sharding.varying_as([factors], [value]))
+        left = iter(gradients)
+        return [value, *others], [next(left) if names else None for names in wanted.layers], found
+
+    def bytes_of_logit(self, dtype, *, has_gradient: bool) -> int:
+        """Returns the bytes that a logit takes, with its gradient, for hidden states of this dtype."""
+        return jnp.dtype(self.logits_dtype or dtype).itemsize * (2 if has_gradient else 1)
+
+    def share(self, numbers: jax.Array) -> jax.Array:
+        """Returns numbers that all devices have as shares that add up: 0 on all devices except the first."""
+        return jnp.where(lax.axis_index(self.axis_name) == 0, numbers, 0) if self.axis_name else numbers
+
+
+@dataclass(frozen=True)
+class LossHead(Head):
+    """The cross-entropy of labels that are classes. Results are the losses, the log-sum-exp, and the entropy if asked for."""
+
+    label_smoothing: float = 0.0  # share of the label's probability that is spread over the classes
+    z_loss: float = 0.0  # factor of `lse**2` in the loss
+    return_entropy: bool = False
+
+    def of_rows(self, layer: dict[str, jax.Array], rows: dict[str, jax.Array]) -> list[jax.Array]:
+        """Computes the results of all rows from the layer."""
+        (class_axis,) = self.class_axes
+        head = LogProbHead(class_axis, self.logits_soft_cap, self.implementation)
+        flags = ("return_total",) * (self.label_smoothing > 0) + ("return_entropy",) * self.return_entropy
+        operands = layer | rows | {"labels": rows["labels"][:, None]}
+        log_p, *terms, _, _ = results_of_rows(head, self.axis_name, flags, operands)
+        return self._of_terms([-log_p[:, 0], *terms], layer["weight"].shape[class_axis])
+
+    def with_gradients(self, logits, rows, factors, wanted, dtype):
+        """Computes the results and derivatives of `Head`, in the memory of the logits if they have this dtype."""
+        (x,), scale = logits, rows.get("scale")
+        classes, labels = x.shape[1], rows["labels"][:, None]
+        operands = {"x": x, "labels": labels, "t": factors[:, None]}
         params = {"axes": (1,), "dtype": factors.dtype, "soft_cap": self.logits_soft_cap}
         params |= {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
-        classes = logits.shape[1]
+        more = {"gradient_dtype": dtype, "return_entropy": self.return_entropy or "scale" in wanted.rows}
         if self.axis_name:
-            cuts = self._cuts(classes)
-            gradient, *terms = across_devices.cross_entropy_gradient(self._run, **operands, cuts=cuts, **params)
+            operands |= {"scale": _column(scale), "cuts": self._cuts(classes)}
+            gradient, *terms = across_devices.cross_entropy_gradient(self._run, **operands, **params, **more)
+        elif scale is not None or x.dtype != dtype or self.return_entropy:
+            forward = functools.partial(self._run, CROSS_ENTROPY)
+            backward = functools.partial(self._run, CROSS_ENTROPY_VJP, replaces=True)
+            operands["scale"] = _column(scale)
+            gradient, *terms = xla.composed(forward, backward, operands, classes=classes, **params, **more)
         else:
             gradient, *terms = self._run(CROSS_ENTROPY_GRADIENT, operands, **params)
-        return self.combined([jnp.squeeze(term, 1) for term in terms], classes), gradient
+        terms = [jnp.squeeze(term, 1) for term in terms]
+        found = {"scale": self.share(self._by_scale(factors, scale, terms, classes))} if "scale" in wanted.rows else {}
+        results = self._of_terms(terms, classes)
+        return results[: 2 + self.return_entropy], [gradient], found
 
-    def combined(self, terms: Sequence[jax.Array], classes: int) -> jax.Array:
-        """Computes the losses from the terms of whole rows; 0 on all devices except the first.
+    def bytes_of_logit(self, dtype, *, has_gradient):
+        """Returns the bytes that a logit takes, with its gradient, for hidden states of this dtype."""
+        own = jnp.dtype(self.logits_dtype or dtype)
+        return own.itemsize + (jnp.dtype(dtype).itemsize if has_gradient and own != dtype else 0)
 
-        A `psum` outside adds them up. JAX transposes that sum, as it transposes the sum of the gradients of arrays that all
-        devices have, in one way if a `shard_map` checks what varies over devices, and in another way if it does not.
-        """
+    def _of_terms(self, terms: Sequence[jax.Array], classes: int) -> list[jax.Array]:
+        """Computes the results from `nll`, `lse`, the sum of the scores if there is smoothing, and the entropy or nothing."""
+        n_terms = 2 + (self.label_smoothing > 0)
         classes = max(classes, 1) * lax.axis_size(self.axis_name)
-        losses = combined(*terms, label_smoothing=self.label_smoothing, z_loss=self.z_loss, classes=classes)
-        return jnp.where(lax.axis_index(self.axis_name) == 0, losses, 0) if self.axis_name else losses
+        losses = combined(*terms[:n_terms], label_smoothing=self.label_smoothing, z_loss=self.z_loss, classes=classes)
+        return list(map(self.share, [losses, terms[1], *terms[n_terms:]]))
+
+    def _by_scale(self, factors, scale, terms, classes) -> jax.Array:
+        """Computes the derivative of `sum(factors * losses)` by the scale of scores, from the terms of rows.
+
+        The mean of the scores is `lse - entropy`, and a score over the scale is its derivative by the scale.
+        """
+        nll, lse, *total, entropy = terms
+        share, mean = self.label_smoothing, lse - entropy
+        slope = (1 - share) * (nll - entropy)
+        if total:
+            slope += share * (mean - total[0] / (max(classes, 1) * lax.axis_size(self.axis_name)))
+        if self.z_loss:
+            slope += 2 * self.z_loss * lse * mean
+        return jnp.where(factors != 0, factors * slope / scale, 0)
 
     def _run(self, operation: Operation, operands: dict[str, Any], **params: Any) -> list[jax.Array]:
         return bind(operation, operands, implementation=self.implementation, **params)
@@ -109,28 +180,31 @@ class LogProbHead:
     logits_soft_cap: float | None
     implementation: str | None  # name of the one that must run, or None
 
-    def terms(self, x, labels, scale=None, *, return_entropy) -> list[jax.Array]:
-        """Computes the state `(m, d)`, the scores of the labels before a scale, and what `return_entropy` asks for."""
+    def terms(self, x, labels, scale=None, *, return_total=False, return_entropy=False) -> list[jax.Array]:
+        """Computes the state `(m, d)`, the scores of the labels before a scale, and what the flags ask for."""
         operands = {"x": x, "labels": labels[:, :1], "where": None, "scale": _column(scale)}
-        options = self._params(return_total=False, return_entropy=return_entropy)
+        options = self._params(return_total=return_total, return_entropy=return_entropy)
         m, d, chosen, *sums = across_devices.local_terms(self._run, **operands, **options, dtype=accumulator(x.dtype))
         if labels.shape[1] != 1:
             chosen = jnp.where(labels >= 0, xla.chosen_score(x, labels, (1,), self.logits_soft_cap, m.dtype), 0)
         m, d, *sums = (jnp.squeeze(number, 1) for number in (m, d, *sums))
         return [m, d, chosen, *sums]
 
-    def tangents(self, x, t, labels, m, d, scale=None, t_scale=None, *, return_entropy) -> list[jax.Array]:
+    def tangents(self, x, t, labels, m, d, scale=None, t_scale=None, **flags) -> list[jax.Array]:
         """Computes `sum(p * u)`, `u[labels]` and what is asked for, from the tangents `t` of logits, and of `scale`."""
         if scale is None:
             u = t * xla.slope(x, self.logits_soft_cap)
         else:
             u = xla.scores_tangent(x, _column(scale), t, _column(t_scale), self.logits_soft_cap)
-        return self._sums(x, u, labels, m, d, scale, return_entropy)
+        return self._sums(x, u, labels, m, d, scale, **flags)
 
-    def gradient(self, x, labels, dtype, wants_scale, m, d, a=None, b=None, e=None, scale=None) -> tuple[jax.Array, Any]:
-        """Computes `(a * p + b * onehot(labels) + e * p * z) * ds/dx` in this dtype, and the derivative by `scale` or None."""
+    def gradient(self, x, labels, dtype, wants_scale, m, d, a=None, b=None, c=None, e=None, scale=None):
+        """Computes the gradient of logits, and the derivative by `scale` or None.
+
+        The gradient is `(a * p + b * onehot(labels) + c + e * p * z) * ds/dx`, in this dtype.
+        """
         is_one = labels.shape[1] == 1
-        of_rows = {"m": _column(m), "d": _column(d), "a": _column(a), "e": _column(e), "scale": _column(scale)}
+        of_rows = dict(zip(("m", "d", "a", "c", "e", "scale"), map(_column, (m, d, a, c, e, scale)), strict=True))
         label = labels if is_one else jnp.where(labels[:, :1] == NO_ROW, NO_ROW, NO_CLASS)
         operands = {"x": x, "labels": label, "b": b if is_one else None, **of_rows}
         (gradient,) = self._run(CROSS_ENTROPY_VJP, operands, dtype=dtype, **self._params())
@@ -138,18 +212,20 @@ class LogProbHead:
             gradient = self._with_labels(gradient, x, labels, b, of_rows)
         of_scale = None
         if wants_scale:
-            mean, chosen, *sums = self._sums(x, xla.capped(x, self.logits_soft_cap), labels, m, d, scale, e is not None)
+            flags = {"return_total": c is not None, "return_entropy": e is not None}
+            mean, chosen, *sums = self._sums(x, xla.capped(x, self.logits_soft_cap), labels, m, d, scale, **flags)
             # A number of 0 leaves out what it multiplies: the mean of a row that holds NaN, or the score of a class that a bias
             # of -inf excludes.
-            pairs = [(_column(a), mean[:, None]), (b, chosen), *((_column(e), total[:, None]) for total in sums)]
+            asked = [numbers[:, None] for numbers in (c, e) if numbers is not None]
+            pairs = [(_column(a), mean[:, None]), (b, chosen), *zip(asked, [total[:, None] for total in sums], strict=True)]
             terms = [numbers * jnp.where(numbers != 0, what, 0) for numbers, what in pairs if numbers is not None]
             of_scale = sum([jnp.sum(term, 1) for term in terms], start=jnp.zeros_like(m))
         return gradient, of_scale
 
-    def _sums(self, x, u, labels, m, d, scale, return_entropy):
+    def _sums(self, x, u, labels, m, d, scale, *, return_total=False, return_entropy=False):
         """Computes the sums of `tangents` from those of the scores, `u`."""
         operands = {"x": x, "m": _column(m), "d": _column(d), "t": u, "labels": labels[:, :1], "scale": _column(scale)}
-        options = self._params(return_total=False, return_entropy=return_entropy)
+        options = self._params(return_total=return_total, return_entropy=return_entropy)
         mean, chosen, *sums = self._run(CROSS_ENTROPY_JVP, operands, of_scores=True, dtype=m.dtype, **options)
         if labels.shape[1] != 1:
             chosen = xla.entry_at(u, labels, (1,), 0)
@@ -164,7 +240,7 @@ class LogProbHead:
         entries = xla.entry_at(x, labels, (1,), 0)
         none = jnp.full_like(labels[:, :1], NO_CLASS)
         params = self._params() | {"dtype": of_rows["m"].dtype, "of_scores": True}
-        total = xla.cross_entropy_vjp(entries, b=None, c=None, labels=none, where=None, **of_rows, **params)
+        total = xla.cross_entropy_vjp(entries, b=None, labels=none, where=None, **of_rows, **params)
         total += jnp.sum(jnp.where(labels[:, :, None] == labels[:, None, :], b[:, None, :], 0), 2)
         total *= xla.slope(entries, self.logits_soft_cap) * (1 if of_rows["scale"] is None else of_rows["scale"])
         places = jnp.where(labels >= 0, labels, x.shape[1])  # one that is outside is dropped

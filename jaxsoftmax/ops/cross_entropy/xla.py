@@ -4,7 +4,6 @@
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +13,8 @@ from jaxsoftmax import online
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.implementation import ReferencePlan
 from jaxsoftmax._core.problem import Problem
-from jaxsoftmax._core.target import ONE_DEVICE, Target
-from jaxsoftmax.ops.cross_entropy import linear, linear_terms
+from jaxsoftmax._core.target import Target
+from jaxsoftmax.ops.cross_entropy import linear_terms
 from jaxsoftmax.ops.softmax.xla import (
     lse_of,
     saved_exponent,
@@ -128,43 +127,43 @@ def cross_entropy_gradient(x, labels, t, *, axes, dtype, soft_cap, label_smoothi
     """Computes `t` times the derivative of the losses, then `nll`, `lse`, and with smoothing the sum of the scores."""
 
     def forward(operands, **params):
-        return cross_entropy(**operands, where=None, scale=None, **params)
+        return cross_entropy(**operands, where=None, **params)
 
     def backward(operands, **params):
-        return [cross_entropy_vjp(**operands, e=None, where=None, scale=None, **params)]
+        return [cross_entropy_vjp(**operands, e=None, where=None, **params)]
 
     classes = x.shape[axes[0]]
     params = {"axes": axes, "dtype": dtype, "soft_cap": soft_cap, "label_smoothing": label_smoothing, "z_loss": z_loss}
     return composed(forward, backward, {"x": x, "labels": labels, "t": t}, classes=classes, **params)
 
 
-def composed(forward, backward, operands, *, axes, dtype, label_smoothing, z_loss, classes, **params):
+def composed(
+    forward,
+    backward,
+    operands,
+    *,
+    axes,
+    dtype,
+    label_smoothing,
+    z_loss,
+    classes,
+    gradient_dtype=None,
+    return_entropy=False,
+    **params,
+):
     """Computes the results of `cross_entropy_gradient` from those of `cross_entropy` and its vjp.
 
     These are computed by `forward(operands, **params)` and `backward(operands, **params)`. `classes` is the number of classes
-    on all devices, `params` are the other parameters of both operations.
+    on all devices, `params` are the other parameters of both operations. In addition operands may have a scale, the gradient
+    may have a dtype of its own, and the entropy may be the last result.
     """
-    x, labels, t = (operands[name] for name in ("x", "labels", "t"))
-    options = {"axes": axes, "return_total": label_smoothing > 0, "return_state": True}
-    nll, lse, *total, m, d = forward({"x": x, "labels": labels}, dtype=dtype, **options, **params)
+    t, shared = operands["t"], {name: operands.get(name) for name in ("x", "labels", "scale")}
+    options = {"axes": axes, "return_total": label_smoothing > 0, "return_entropy": return_entropy, "return_state": True}
+    nll, lse, *sums, m, d = forward(shared, dtype=dtype, **options, **params)
     of_rows = {"m": m, "d": d, **factors(t, lse, label_smoothing, z_loss, classes)}
-    (gradient,) = backward({"x": x, "labels": labels, **of_rows}, axes=axes, dtype=x.dtype, **params)
-    return [gradient, nll, lse, *total]
-
-
-def linear_cross_entropy(hidden, weight, labels, *, head, machine=ONE_DEVICE):
-    """Computes `head.terms` of all rows."""
-
-    def by_parts(hidden, weight, labels):
-        return linear.terms_by_parts(head, hidden, weight, None, labels)
-
-    # Examples of a batch that share the weight count as rows of one example, unless devices may share the batch.
-    if machine.devices == 1 and math.prod(weight.shape[:-2]) == 1:
-        return linear.of_batch(by_parts, hidden, weight, labels)
-    weight = jnp.broadcast_to(weight, (*labels.shape[:-1], *weight.shape[-2:]))
-    for _ in labels.shape[:-1]:
-        by_parts = jax.vmap(by_parts)
-    return by_parts(hidden, weight, labels)
+    gradient_dtype = operands["x"].dtype if gradient_dtype is None else gradient_dtype
+    (gradient,) = backward({**shared, **of_rows}, axes=axes, dtype=gradient_dtype, **params)
+    return [gradient, nll, lse, *sums]
 
 
 def results_of(labels, m, d, chosen, *sums, dtype, scale=None, return_entropy=False, return_state=False):
@@ -281,7 +280,6 @@ _FUNCTIONS = {
     "cross_entropy_jvp": cross_entropy_jvp,
     "cross_entropy_vjp": cross_entropy_vjp,
     "cross_entropy_gradient": cross_entropy_gradient,
-    "linear_cross_entropy": linear_cross_entropy,
     "linear_log_probs": linear_terms.terms,
     "linear_log_probs_jvp": linear_terms.tangents,
     "linear_log_probs_vjp": linear_terms.gradients,

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 import jaxsoftmax
 
 ROWS, HIDDEN, CLASSES = (3, 70), 16, 33
-WRT = ("hidden", "weight", "bias", "sample_weight")
+WRT = ("hidden", "weight", "bias", "sample_weight", "temperature")
 
 
 def given(rows=ROWS, hidden=HIDDEN, classes=CLASSES, dtype=np.float64, seed=0):
@@ -26,18 +26,33 @@ def given(rows=ROWS, hidden=HIDDEN, classes=CLASSES, dtype=np.float64, seed=0):
     return arrays | {"labels": rng.integers(0, classes, rows)}
 
 
-def whole(arrays, reduction="mean", class_axis=-1, ignore_index=None, **options):
-    """Computes the loss with all logits."""
+def whole(
+    arrays,
+    reduction="mean",
+    class_axis=-1,
+    ignore_index=None,
+    temperature=None,
+    return_lse=False,
+    return_entropy=False,
+    **options,
+):
+    """Computes the results with all logits."""
     weight = arrays["weight"] if class_axis else arrays["weight"].T
     logits = arrays["hidden"] @ weight
     logits += jnp.broadcast_to(arrays.get("bias", 0.0), logits.shape).astype(logits.dtype)
-    loss = jaxsoftmax.cross_entropy(logits, arrays["labels"], ignore_index=ignore_index, **options)
+    temperature = arrays.get("temperature", temperature)
+    scale = None if temperature is None else jnp.broadcast_to(1 / temperature, logits.shape[:-1])
+    options |= {"ignore_index": ignore_index, "scale": scale}
+    loss, lse = jaxsoftmax.cross_entropy(logits, arrays["labels"], return_lse=True, **options)
     factors = jnp.asarray(arrays.get("sample_weight", np.ones(loss.shape)), loss.dtype)
     if ignore_index is not None:
         factors = jnp.where(arrays["labels"] == ignore_index, 0, factors)
-    return {"none": factors * loss, "sum": jnp.sum(factors * loss), "mean": jnp.sum(factors * loss) / jnp.sum(factors)}[
-        reduction
-    ]
+    total = jnp.sum(factors * loss)
+    loss = {"none": factors * loss, "sum": total, "mean": total / jnp.sum(factors)}[reduction]
+    cap = options.get("logits_soft_cap")
+    scores = logits if cap is None else cap * jnp.tanh(logits / cap)
+    others = [lse] * return_lse + [jaxsoftmax.entropy(scores, scale=scale)] * return_entropy
+    return (loss, *(jnp.where(factors != 0, other, 0) for other in others)) if others else loss
 
 
 def by_parts(arrays, **options):

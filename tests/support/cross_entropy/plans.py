@@ -11,9 +11,7 @@ from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._core.target import HOPPER, Target
 from jaxsoftmax.ops.cross_entropy import mosaic_sm90 as mosaic
 from jaxsoftmax.ops.cross_entropy import primitive
-from jaxsoftmax.ops.cross_entropy.linear import LINEAR_CROSS_ENTROPY
 from jaxsoftmax.ops.cross_entropy.linear_terms import LINEAR_LOG_PROBS, LINEAR_LOG_PROBS_VJP
-from jaxsoftmax.ops.cross_entropy.loss import LogProbHead
 from jaxsoftmax.ops.cross_entropy.mosaic_sm90.linear_loss import LinearLossPlan
 from jaxsoftmax.ops.cross_entropy.mosaic_sm90.losses import LossPlan
 from jaxsoftmax.ops.cross_entropy.problem import CrossEntropyProblem
@@ -46,10 +44,8 @@ def problem_of(name: str, operands: Mapping[str, Any], *, axis=-1, dtype="float3
 
 
 def linear_problem_of(head, operands: Mapping[str, Any], **params) -> Problem:
-    """Returns the problem of the losses of a linear layer, or of its log-probabilities, for operands of these types."""
-    operation = LINEAR_CROSS_ENTROPY
-    if isinstance(head, LogProbHead):
-        operation = LINEAR_LOG_PROBS_VJP if "wrt" in params else LINEAR_LOG_PROBS
+    """Returns the problem of the log-probabilities of a linear layer, or of their gradients, for operands of these types."""
+    operation = LINEAR_LOG_PROBS_VJP if "wrt" in params else LINEAR_LOG_PROBS
     return Problem(operation, dict(operands), {"head": head, **params})
 
 

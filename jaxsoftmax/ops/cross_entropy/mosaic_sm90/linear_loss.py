@@ -25,7 +25,7 @@ from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._core.target import ONE_DEVICE, Target
 from jaxsoftmax._gpu.kernel import kernel_of
-from jaxsoftmax.ops.cross_entropy import linear, linear_terms, xla
+from jaxsoftmax.ops.cross_entropy import linear_terms, parts, xla
 from jaxsoftmax.ops.softmax.across_devices import merge_stacked
 
 _CONSUMERS = 2
@@ -40,7 +40,7 @@ _LEAST_EXPONENT = -1000.0  # in base 2: the weight of a smaller one is 0, and an
 
 @dataclass(frozen=True)
 class LinearLossPlan:
-    """Runs linear_cross_entropy, or linear_log_probs, without writing the logits."""
+    """Runs an operation of `linear_terms.py` without writing the logits."""
 
     problem: Problem
     blocks: int  # one for each multiprocessor
@@ -56,16 +56,17 @@ class LinearLossPlan:
 
 
 def plan(problem: Problem, target: Target) -> LinearLossPlan | Refusal:
-    """Plans a problem of linear_cross_entropy or linear_log_probs."""
+    """Plans a problem of an operation of `linear_terms.py`."""
     if problem.operation not in _COMPUTE:
         return Refusal(f"it has no kernel for {problem.operation.name}", lacks_kernel=True)
     if problem.devices:
         return Refusal("it does not merge over devices")
-    if problem.operation is not linear.LINEAR_CROSS_ENTROPY:
-        if "bias" in problem.operands or problem.params["head"].logits_soft_cap is not None:
-            return Refusal("no kernel adds a bias, or caps logits")
-        if problem.operands["labels"].shape[-1] != 1:
-            return Refusal(f"a kernel finds one label of a row, got {problem.operands['labels'].shape[-1]}")
+    if "bias" in problem.operands or problem.params["head"].logits_soft_cap is not None:
+        return Refusal("no kernel adds a bias, or caps logits")
+    if problem.params.get("return_total", False) or "c" in problem.operands:
+        return Refusal("no kernel adds up scores, as label smoothing does")
+    if problem.operands["labels"].shape[-1] != 1:
+        return Refusal(f"a kernel finds one label of a row, got {problem.operands['labels'].shape[-1]}")
     is_gradient = problem.operation is linear_terms.LINEAR_LOG_PROBS_VJP
     if is_gradient and "scale" in problem.params["wrt"]:
         return Refusal("no kernel differentiates by the temperature")
@@ -83,25 +84,11 @@ def plan(problem: Problem, target: Target) -> LinearLossPlan | Refusal:
     return LinearLossPlan(problem, target.multiprocessors)
 
 
-def _loss_terms(blocks, params, operands) -> list[jax.Array]:
-    """Computes `head.terms` from `hidden` `[*batch, H]`, a weight with `H` and the classes, and labels `[*batch]`."""
-    head = params["head"]
-
-    def of_one(hidden, weight, labels):
-        m, d, score = _numbers(head.class_axis, blocks, hidden, weight, labels)
-        if head.axis_name:
-            return [m, d, score]
-        inside = (labels >= 0) & (labels < weight.shape[head.class_axis])
-        return xla.results_of(labels, m, d, jnp.where(inside, score, jnp.nan), dtype=m.dtype)
-
-    return linear.of_batch(of_one, operands["hidden"], operands["weight"], operands["labels"])
-
-
 def _log_prob_terms(blocks, params, operands) -> list[jax.Array]:
     """Computes the results of linear_log_probs. A scale is positive, or NaN."""
 
     def of_one(hidden, weight, labels, scale=None):
-        options = {"scale": scale, "return_entropy": params["return_entropy"]}
+        options = {"scale": scale, "return_entropy": params.get("return_entropy", False)}
         m, d, score, *exponents = _numbers(params["head"].class_axis, blocks, hidden, weight, labels[:, 0], **options)
         return [m, d, score[:, None], *exponents]
 
@@ -116,7 +103,6 @@ def _gradients(blocks, params, operands) -> list[jax.Array]:
 
 
 _COMPUTE = {
-    linear.LINEAR_CROSS_ENTROPY: _loss_terms,
     linear_terms.LINEAR_LOG_PROBS: _log_prob_terms,
     linear_terms.LINEAR_LOG_PROBS_VJP: _gradients,
 }
@@ -141,8 +127,7 @@ def _numbers(class_axis, blocks, hidden, weight, labels, scale=None, return_entr
                 blocks,
                 (*operands, *of_rows),
                 [jax.ShapeDtypeStruct((pl.cdiv(own, _CLASSES), len(operands[2])), jnp.float32)] * (3 + return_entropy),
-                # Without a scale and an entropy both operations run the same kernel.
-                name="linear_cross_entropy_mosaic" if scale is None and not return_entropy else "linear_log_probs_mosaic",
+                name="linear_log_probs_mosaic",
             )
         )
     results = pieces[0] if len(pieces) == 1 else [jnp.concatenate(tiles) for tiles in zip(*pieces, strict=True)]
@@ -229,7 +214,7 @@ def _classes_of_piece(class_axis, weight, dtype) -> int:
     is_whole = all(size % unit == 0 for size, unit in zip(weight.shape, _units(class_axis), strict=True))
     if is_whole and weight.dtype == dtype:
         return classes
-    pieces = pl.cdiv(math.prod(weight.shape) * dtype.itemsize, linear.MOST)
+    pieces = pl.cdiv(math.prod(weight.shape) * dtype.itemsize, parts.MOST)
     return pl.cdiv(classes, pieces * _CLASSES) * _CLASSES
 
 

@@ -1,0 +1,308 @@
+"""Divergences of two linear layers, whose logits are made part by part, against those of whole logits in float64."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxsoftmax
+from jaxsoftmax.ops.cross_entropy import parts
+
+from ..support import cases, oracle
+from ..support.meshes import COLLECTIVE, make_mesh
+
+pytestmark = pytest.mark.usefixtures("hollow_kernels")
+
+X64 = pytest.mark.usefixtures("x64")
+KINDS = ("forward_kl", "reverse_kl", "js", "tv")
+ROWS, CLASSES, JS_WEIGHT = (3, 70), 32, 0.3
+OPERANDS = ("hidden", "weight", "teacher_hidden", "teacher_weight")
+WRT = (*OPERANDS, "bias", "teacher_bias", "temperature", "sample_weight")
+
+
+@pytest.fixture
+def in_parts(monkeypatch):
+    for most in ("MOST", "MOST_WITH_GRADIENT"):
+        monkeypatch.setattr(parts, most, 128 * CLASSES * 16)
+
+
+def given(rows=ROWS, classes=CLASSES, dtype=np.float64):
+    rng = np.random.default_rng(0)
+    shapes = {"hidden": (*rows, 16), "weight": (16, classes), "teacher_hidden": (*rows, 8), "teacher_weight": (8, classes)}
+    arrays = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+    arrays |= {name: rng.standard_normal(classes) for name in ("bias", "teacher_bias")}
+    arrays = {name: array.astype(jnp.dtype(dtype)) for name, array in arrays.items()}
+    return arrays | {"temperature": rng.uniform(0.5, 2, rows), "sample_weight": rng.random(rows)}
+
+
+def by_parts(arrays, **options):
+    arrays = dict(arrays)
+    operands = [arrays.pop(name) for name in OPERANDS]
+    return jaxsoftmax.linear_divergence(*operands, js_weight=JS_WEIGHT, **arrays, **options)
+
+
+def whole(arrays, kind="forward_kl", reduction="mean", class_axis=-1, logits_soft_cap=None):
+    """Computes the divergences with all logits, by their definitions."""
+
+    def log_softmax(prefix):
+        weight = arrays[f"{prefix}weight"]
+        logits = arrays[f"{prefix}hidden"] @ (weight if class_axis else weight.T)
+        logits += jnp.broadcast_to(arrays.get(f"{prefix}bias", 0.0), logits.shape)
+        scores = logits if logits_soft_cap is None else logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
+        return jax.nn.log_softmax(scores / jnp.broadcast_to(arrays.get("temperature", 1.0), scores.shape[:-1])[..., None])
+
+    def kl(log_p, log_q):
+        return jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1)
+
+    teacher, student = log_softmax("teacher_"), log_softmax("")
+    if kind == "tv":
+        divergence = jnp.sum(jnp.abs(jnp.exp(teacher) - jnp.exp(student)), -1) / 2
+    elif kind == "js":
+        mixture = jnp.log(JS_WEIGHT * jnp.exp(teacher) + (1 - JS_WEIGHT) * jnp.exp(student))
+        divergence = JS_WEIGHT * kl(teacher, mixture) + (1 - JS_WEIGHT) * kl(student, mixture)
+    else:
+        divergence = kl(teacher, student) if kind == "forward_kl" else kl(student, teacher)
+    factors = jnp.broadcast_to(arrays.get("sample_weight", 1.0), divergence.shape)
+    total = jnp.sum(factors * divergence)
+    return {"none": factors * divergence, "sum": total, "mean": total / jnp.sum(factors)}[reduction]
+
+
+def with_derivatives(f, arrays, **options):
+    """Returns divergences, and derivatives in reverse and forward mode of a function that is not linear in them."""
+
+    def total(wrt):
+        return jnp.sum(jnp.sin(f(wrt, **options)))
+
+    @jax.jit
+    def run(wrt):
+        gradients = jax.grad(total)
+        return f(wrt, **options), gradients(wrt), jax.jvp(total, (wrt,), (jax.tree.map(jnp.cos, wrt),))[1]
+
+    return run(arrays)
+
+
+@X64
+@pytest.mark.parametrize(
+    ("kind", "reduction", "class_axis", "logits_soft_cap"),
+    [
+        pytest.param(kind, reduction, axis, cap, marks=cases.slow_unless((i + j) % 3 == 0))
+        for i, kind in enumerate(KINDS)
+        for j, (reduction, axis, cap) in enumerate([("mean", -1, None), ("sum", 0, 5.0), ("none", -1, 5.0)])
+    ],
+)
+@pytest.mark.usefixtures("in_parts")
+def test_divergences_and_derivatives_are_those_of_whole_logits(kind, reduction, class_axis, logits_soft_cap):
+    arrays = given()
+    if class_axis == 0:
+        arrays |= {name: arrays[name].T for name in ("weight", "teacher_weight")}
+    options = {"kind": kind, "reduction": reduction, "class_axis": class_axis, "logits_soft_cap": logits_soft_cap}
+    oracle.assert_same_in_float64(*(with_derivatives(f, arrays, **options) for f in (by_parts, whole)))
+
+
+@X64
+@pytest.mark.parametrize("kind", cases.quick("forward_kl", slow=["js"]))
+@pytest.mark.usefixtures("in_parts")
+def test_second_derivatives(kind):
+    arrays = {name: given()[name] for name in OPERANDS}
+
+    def second(f):
+        gradient = jax.grad(lambda wrt: jnp.sin(f(arrays | wrt, kind=kind)))
+        wrt = {name: arrays[name] for name in ("hidden", "teacher_weight")}
+        return jax.jit(lambda wrt: jax.jvp(gradient, (wrt,), (jax.tree.map(jnp.cos, wrt),))[1])(wrt)
+
+    oracle.assert_same_in_float64(second(by_parts), second(whole))
+
+
+@X64
+def test_axes_of_classes_may_differ():
+    arrays = given()
+    expected = whole(arrays)
+    turned = arrays | {"teacher_weight": arrays["teacher_weight"].T}
+    oracle.assert_same_in_float64(by_parts(turned, teacher_class_axis=0), expected)
+
+
+@pytest.mark.parametrize(("reduction", "products"), [("mean", 4), ("none", 6)])
+def test_a_teacher_that_is_not_differentiated_costs_one_product(reduction, products):
+    arrays = given(rows=(40,), dtype=np.float32)
+
+    def loss(hidden, weight):
+        return jnp.sum(by_parts(arrays | {"hidden": hidden, "weight": weight}, reduction=reduction))
+
+    text = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(arrays["hidden"], arrays["weight"]).as_text("hlo")
+    assert len(re.findall(r" dot\(", text)) == products
+
+
+@pytest.mark.parametrize("kind", cases.quick("forward_kl", slow=["reverse_kl", "js", "tv"]))
+@pytest.mark.parametrize(("dtype", "logits_dtype"), [("bfloat16", None), ("bfloat16", "bfloat16"), ("float16", None)])
+def test_errors_in_16_bits(dtype, logits_dtype, kind):
+    """Logits are sums that are not rounded, unless their dtype is asked for."""
+    arrays = given(rows=(100,), dtype=dtype)
+    found, gradients, _ = with_derivatives(by_parts, arrays, kind=kind, reduction="none", logits_dtype=logits_dtype)
+    assert found.dtype == jnp.float32
+    assert gradients["weight"].dtype == jnp.dtype(dtype)
+    with jax.enable_x64(True):
+        wide = {name: np.asarray(array, np.float64) for name, array in arrays.items()}
+        truth, true_gradients, _ = jax.tree.map(np.asarray, with_derivatives(whole, wide, kind=kind, reduction="none"))
+    eps = float(jnp.finfo(dtype).eps)
+    tolerance = eps if logits_dtype else 8 * oracle.EPS
+    np.testing.assert_allclose(found, truth, rtol=tolerance, atol=2 * tolerance)
+    for name in ("hidden", "weight"):
+        error = np.linalg.norm(np.float64(gradients[name]) - true_gradients[name]) / np.linalg.norm(true_gradients[name])
+        assert error < (8 if logits_dtype else 2) * eps, name
+
+
+@X64
+@pytest.mark.parametrize("kind", cases.quick("forward_kl", slow=["js", "tv"]))
+@pytest.mark.usefixtures("in_parts")
+def test_rows_that_do_not_count_may_hold_anything(kind):
+    arrays = given(rows=(200,))
+    few = {name: array[50:] if len(array) == 200 else array for name, array in arrays.items()}
+    arrays["sample_weight"][:50] = 0
+    for name in ("hidden", "teacher_hidden", "temperature"):
+        arrays[name][:50] = np.nan
+    (value, gradients, _), (expected, of_few, _) = (with_derivatives(by_parts, given, kind=kind) for given in (arrays, few))
+    for name in ("hidden", "teacher_hidden", "temperature"):
+        np.testing.assert_array_equal(gradients[name][:50], 0)
+        gradients[name] = gradients[name][50:]
+    gradients.pop("sample_weight"), of_few.pop("sample_weight")
+    oracle.assert_same_in_float64((value, gradients), (expected, of_few))
+
+
+@X64
+@pytest.mark.parametrize(
+    ("kind", "reduction"),
+    [
+        pytest.param(k, r, marks=cases.slow_unless((i + j) % 4 == 0))
+        for i, k in enumerate(KINDS)
+        for j, r in enumerate(["mean", "none"])
+    ],
+)
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.usefixtures("in_parts")
+def test_sharded_rows_and_classes(axes, kind, reduction):
+    arrays, mesh = given(rows=(512,)), make_mesh(axes)
+    of_classes = {
+        name: P(None, "model") if "weight" in name else P("model") for name in WRT if "weight" in name or "bias" in name
+    }
+    specs = {name: P("data") for name in WRT} | of_classes | {"sample_weight": P("data")}
+    options = {"kind": kind, "reduction": reduction}
+    with jax.set_mesh(mesh):
+        sharded = {name: jax.device_put(array, NamedSharding(mesh, specs[name])) for name, array in arrays.items()}
+        compiled = jax.jit(functools.partial(with_derivatives, by_parts, **options)).lower(sharded).compile()
+        actual = compiled(sharded)
+    gathered = [shape for shape, name in COLLECTIVE.findall(compiled.as_text()) if name == "all-gather"]
+    assert not any(re.search(rf"\b({16 * CLASSES}|16,{CLASSES}|8,{CLASSES})\b", shape) for shape in gathered)
+    oracle.assert_same_in_float64(actual, with_derivatives(whole, arrays, **options))
+
+
+@X64
+@pytest.mark.parametrize("kind", cases.quick("forward_kl", "tv", slow=["reverse_kl", "js"]))
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.usefixtures("in_parts")
+def test_classes_that_devices_share_in_a_shard_map(kind, check_vma):
+    mesh, arrays = make_mesh(AxisType.Auto, (4,), ("model",)), {name: given()[name] for name in OPERANDS}
+    specs = {"hidden": P(), "teacher_hidden": P(), "weight": P(None, "model"), "teacher_weight": P(None, "model")}
+    local = functools.partial(by_parts, kind=kind, axis_name="model")
+    f = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=check_vma)
+    oracle.assert_same_in_float64(with_derivatives(f, arrays), with_derivatives(whole, arrays, kind=kind))
+
+
+@X64
+@pytest.mark.usefixtures("in_parts")
+def test_examples_of_a_batch():
+    arrays = {name: given()[name] for name in OPERANDS}
+    axes = ({"hidden": 0, "weight": None, "teacher_hidden": 0, "teacher_weight": None},)
+
+    def both(f):
+        return jax.jit(jax.vmap(jax.value_and_grad(f), axes))(arrays)
+
+    oracle.assert_same_in_float64(both(by_parts), both(whole))
+
+
+@X64
+def test_symbolic_shapes_are_exported():
+    (rows,) = export.symbolic_shape("rows")
+    arrays = {name: given(rows=(20,))[name] for name in OPERANDS}
+    types = {
+        name: jax.ShapeDtypeStruct((rows, *a.shape[1:]) if "hidden" in name else a.shape, a.dtype) for name, a in arrays.items()
+    }
+    exported = export.export(jax.jit(functools.partial(with_derivatives, by_parts)), platforms=("cpu", "cuda"))(types)
+    oracle.assert_same_in_float64(exported.call(arrays), with_derivatives(whole, arrays))
+
+
+def test_logits_are_never_whole():
+    rows, classes = 16384, 50000
+    shapes = {"hidden": (rows, 8), "weight": (8, classes), "teacher_hidden": (rows, 16), "teacher_weight": (16, classes)}
+    types = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    compiled = jax.jit(jax.grad(lambda wrt: by_parts(wrt))).lower(types).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * parts.MOST_WITH_GRADIENT < rows * classes * 4
+
+
+def test_kernels_read_the_logits():
+    types = {name: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16) for name, a in given(classes=5000).items() if name in OPERANDS}
+    for kind, name in (("forward_kl", "kl_divergence"), ("js", "js_divergence")):
+        explanation = jaxsoftmax.explain(jax.grad(lambda wrt, kind=kind: by_parts(wrt, kind=kind)), types, platform="cuda")
+        cases.assert_all_run_on("mosaic", explanation)
+        assert [d.primitive for d in explanation] == [name, f"{name}_vjp"]
+        assert explanation[0].operands[0] == "float32[210,5000]"
+
+
+F = given(dtype=np.float32)
+WRONG = {
+    "kind": (F, {"kind": "kl"}, ValueError, "kind must be 'forward_kl', 'reverse_kl', 'js' or 'tv', got 'kl'"),
+    "reduction": (F, {"reduction": "avg"}, ValueError, "reduction must be 'mean', 'sum' or 'none', got 'avg'"),
+    "teacher's rows": (
+        F | {"teacher_hidden": F["teacher_hidden"][0]},
+        {},
+        ValueError,
+        r"teacher_hidden must have the rows and the dtype of hidden, got float32\[70, 8\] and float32\[3, 70, 16\]",
+    ),
+    "teacher's dtype": (
+        F | {"teacher_hidden": F["teacher_hidden"].astype(jnp.bfloat16)},
+        {},
+        ValueError,
+        "teacher_hidden must have the rows and the dtype of hidden, got bfloat16",
+    ),
+    "teacher's classes": (
+        F | {"teacher_weight": F["teacher_weight"][:, 1:]},
+        {},
+        ValueError,
+        "teacher_weight must have 32 classes, got 31",
+    ),
+    "teacher's weight": (
+        F | {"teacher_weight": F["weight"]},
+        {},
+        ValueError,
+        r"teacher_weight must be \[H, classes\] for teacher_hidden \[\*rows, H\], got shapes \(16, 32\) and \(3, 70, 8\)",
+    ),
+    "teacher_bias": (
+        F | {"teacher_bias": np.zeros(3)},
+        {},
+        ValueError,
+        r"teacher_bias must broadcast to shape \(32,\), got \(3,\)",
+    ),
+    "temperature": (F | {"temperature": -1.0}, {}, ValueError, "temperature must be larger than 0"),
+    "logits_dtype": (F, {"logits_dtype": "int8"}, ValueError, "logits_dtype must be float32 for this hidden, got int8"),
+    "implementation": (F, {"implementation": "cublas"}, ValueError, "implementation must be None or one of"),
+    "class_axis": (F, {"teacher_class_axis": 3}, ValueError, "teacher_class_axis must be -2, -1, 0 or 1, got 3"),
+}
+
+
+@X64
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_does_not_fit_is_said(kind):
+    arrays, options, error, words = WRONG[kind]
+    with pytest.raises(error, match=f"linear_divergence: {words}"):
+        by_parts(arrays, **options)
+
+
+@pytest.mark.parametrize("js_weight", [-0.1, 1.1])
+def test_shares_of_the_mixture_are_from_0_to_1(js_weight):
+    with pytest.raises(ValueError, match="linear_divergence: js_weight must be from 0 to 1, got"):
+        jaxsoftmax.linear_divergence(*(F[name] for name in OPERANDS), kind="js", js_weight=js_weight)
