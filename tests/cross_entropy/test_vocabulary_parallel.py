@@ -218,6 +218,49 @@ def test_losses_of_a_linear_layer_in_a_shard_map(without, specs, reduction, clas
     oracle.assert_same_in_float64(actual, with_gradients(expected, arrays, **options))
 
 
+@pytest.mark.parametrize(
+    ("labels", "reduction", "how"),
+    [
+        pytest.param(labels, reduction, how, marks=cases.slow_unless((i + j + k) % 2 == 0))
+        for i, labels in enumerate(["classes", "probabilities"])
+        for j, reduction in enumerate(["sum", "none"])
+        for k, how in enumerate(["checked", "unchecked", "explicit"])
+    ],
+)
+@pytest.mark.usefixtures("parts")
+def test_all_results_of_a_linear_layer(labels, reduction, how):
+    """With temperatures: the loss, the log-sum-exp and the entropy, and their gradients, where devices share classes."""
+    arrays = given(rows=(512,), classes=CLASSES) | {"temperature": np.linspace(0.5, 2, 512)}
+    place = {name: P("data") for name in arrays} | {"weight": P(None, "model"), "bias": P("model")}
+    if labels == "probabilities":
+        arrays["labels"] = np.random.default_rng(1).random((512, CLASSES))
+        place["labels"] = P("data", "model")
+    options = ALL | {"reduction": reduction, "return_lse": True, "return_entropy": True}
+
+    def local(arrays):
+        loss, *others = by_parts(arrays, axis_name="model", **options)
+        return jax.lax.psum(loss, "data") if reduction == "sum" else loss, *others
+
+    def run(f, arrays):
+        def total(arrays):
+            results = f(arrays)
+            return sum(jnp.sum(jnp.sin(each)) for each in results), results
+
+        (_, results), gradients = jax.jit(jax.value_and_grad(total, has_aux=True, allow_int=True))(arrays)
+        return results, {name: gradients[name] for name in gradients if name != "labels" or labels == "probabilities"}
+
+    expected = run(functools.partial(whole, **options), arrays)
+    mesh = make_mesh(AxisType.Explicit if how == "explicit" else AxisType.Auto)
+    with jax.set_mesh(mesh):
+        if how == "explicit":
+            sharded = {name: jax.device_put(each, NamedSharding(mesh, place[name])) for name, each in arrays.items()}
+            actual = run(functools.partial(by_parts, **options), sharded)
+        else:
+            out = P() if reduction == "sum" else P("data")
+            actual = run(mapped(local, (place,), (out, P("data"), P("data")), how == "checked"), arrays)
+    oracle.assert_same_in_float64(actual, expected)
+
+
 def test_gradients_inside_a_shard_map_that_checks_what_varies():
     arrays = given(rows=(64,), classes=CLASSES)
     arrays.pop("sample_weight"), arrays.pop("bias")
