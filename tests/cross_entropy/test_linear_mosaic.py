@@ -519,6 +519,48 @@ def test_native_gradients_made_anew():
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("logits_dtype", [None, "float32"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("kind", ["classes", "probabilities"])
+@pytest.mark.parametrize("shape", [(1000, 256, 50257, 1), (3001, 128, 32000, 0)], ids=cases.ident)
+def test_native_results_and_gradients_of_losses(shape, kind, reduction, logits_dtype, monkeypatch):
+    """The loss, the log-sum-exp and the entropy, and their gradients together, in several parts of rows."""
+    monkeypatch.setattr(parts, "MOST_WITH_GRADIENT", 512 * shape[2] * 4)
+    hidden, weight, labels = given(*shape, "bfloat16", 4)
+    labels = np.clip(labels, 0, shape[2] - 1)
+    if kind == "probabilities":
+        labels = jax.nn.softmax(jax.random.normal(jax.random.key(1), (shape[0], shape[2])))
+    rng = np.random.default_rng(2)
+    cotangents = [np.float32(100), *(rng.standard_normal(shape[0], np.float32) for _ in range(2))]
+
+    def total(found):
+        return sum(jnp.sum(c * each) for c, each in zip(cotangents, found, strict=True)), found
+
+    def ours(hidden, weight, temperature, labels):
+        options = {"temperature": temperature, "reduction": reduction, "logits_dtype": logits_dtype, "class_axis": shape[3]}
+        return total(loss(hidden, weight, labels, **options, return_lse=True, return_entropy=True))
+
+    def whole(hidden, weight, temperature, labels):
+        weight = (weight if shape[3] == 1 else weight.T).astype(jnp.float32)
+        logits, scale = jnp.dot(hidden.astype(jnp.float32), weight, precision="highest"), 1 / temperature
+        losses, lse = jaxsoftmax.cross_entropy(logits, labels, scale=scale, return_lse=True, implementation="xla")
+        losses = losses if reduction == "none" else jnp.mean(losses)
+        return total((losses, lse, jaxsoftmax.entropy(logits, scale=scale, implementation="xla")))
+
+    arrays = hidden, weight, jnp.asarray(temperatures(shape[0])), labels
+    f, truth = (jax.jit(jax.value_and_grad(f, (0, 1, 2), has_aux=True)) for f in (ours, whole))
+    cases.assert_ran("mosaic", f, *arrays)
+    ((_, results), gradients), ((_, expected), of_whole) = f(*arrays), truth(*arrays)
+    is_rounded = logits_dtype is None and (reduction == "mean" or kind == "probabilities")
+    for found, true in zip(results, expected, strict=True):
+        np.testing.assert_allclose(found, true, rtol=1e-2 if is_rounded else 1e-5, atol=0.1 if is_rounded else 1e-4)
+    for found, true in zip(gradients, of_whole, strict=True):
+        difference = np.linalg.norm(np.float64(found) - np.float64(true))
+        assert difference <= (0.05 if is_rounded else 0.01) * np.linalg.norm(np.float64(true))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("is_mapped", [True, False], ids=["shard_map", "explicit"])
 @pytest.mark.parametrize("shape", [(300, 256, 5056, 1), (1025, 128, 32000, 0)], ids=cases.ident)
 def test_native_classes_that_gpus_share(shape, is_mapped):

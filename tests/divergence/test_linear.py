@@ -253,6 +253,42 @@ def test_kernels_read_the_logits():
         assert explanation[0].operands[0] == "float32[210,5000]"
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(1000, 256, 192, 50257), (3001, 128, 320, 32000)], ids=cases.ident)
+def test_native_divergences(shape, kind, reduction, monkeypatch):
+    """With gradients by all four arrays and the temperature, in several parts of rows."""
+    rows, size, teacher_size, classes = shape
+    monkeypatch.setattr(parts, "MOST_WITH_GRADIENT", 512 * classes * 16)
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = ((rows, size), (size, classes), (rows, teacher_size), (teacher_size, classes))
+    arrays = [jax.random.normal(key, of, jnp.bfloat16) for key, of in zip(keys, shapes, strict=False)]
+    arrays[1], arrays[3] = (arrays[at] * jnp.bfloat16(2 * arrays[at].shape[0] ** -0.5) for at in (1, 3))
+    temperature = jax.random.uniform(keys[4], (rows,), minval=0.5, maxval=2)
+    c = np.random.default_rng(2).standard_normal(rows).astype(np.float32) if reduction == "none" else np.float32(1)
+
+    def ours(*arrays):
+        *arrays, temperature = arrays
+        options = {"kind": kind, "js_weight": JS_WEIGHT, "reduction": reduction, "temperature": temperature}
+        found = jaxsoftmax.linear_divergence(*arrays, **options)
+        return jnp.sum(c * found), found
+
+    def expected(*arrays):
+        *wide, temperature = (array.astype(jnp.float32) for array in arrays)
+        with jax.default_matmul_precision("highest"):
+            found = whole(dict(zip(OPERANDS, wide, strict=True)) | {"temperature": temperature}, kind, reduction)
+        return jnp.sum(c * found), found
+
+    f, truth = (jax.jit(jax.value_and_grad(f, tuple(range(5)), has_aux=True)) for f in (ours, expected))
+    cases.assert_ran("mosaic", f, *arrays, temperature)
+    ((_, found), gradients), ((_, true), of_whole) = f(*arrays, temperature), truth(*arrays, temperature)
+    np.testing.assert_allclose(found, true, rtol=1e-5, atol=1e-5)
+    for gradient, own in zip(gradients, of_whole, strict=True):
+        assert np.linalg.norm(np.float64(gradient) - np.float64(own)) <= 0.01 * np.linalg.norm(np.float64(own))
+
+
 F = given(dtype=np.float32)
 WRONG = {
     "kind": (F, {"kind": "kl"}, ValueError, "kind must be 'forward_kl', 'reverse_kl', 'js' or 'tv', got 'kl'"),
