@@ -12,6 +12,7 @@ python -m benchmarks cross_entropy         likewise, losses from integer labels,
 python -m benchmarks log_probs             likewise, log-probabilities of ids and entropies, and PPO's loss from logits
 python -m benchmarks linear_cross_entropy  likewise, the loss of a linear layer and its gradients, and their memory
 python -m benchmarks linear_log_probs      likewise, log-probabilities of a linear layer and their gradients, and GRPO's loss
+python -m benchmarks linear_divergence     likewise, divergences of two linear layers and the gradients of one, and their memory
 python -m benchmarks top_k                 likewise, the largest entries of rows, their weights, and samples
 python -m benchmarks sampler               likewise, a token with its log-probability, beside the steps of other samplers
 python -m benchmarks reference             likewise, the reference, which runs where no kernel does, and its counterparts; on a
@@ -54,6 +55,7 @@ from benchmarks import (
     harness,
     host,
     linear_cross_entropy,
+    linear_divergence,
     linear_log_probs,
     links,
     log_probs,
@@ -84,6 +86,7 @@ SUITES: dict[str, Callable[[], list[Cell]]] = {
     "log_probs": log_probs.cells,
     "linear_cross_entropy": linear_cross_entropy.cells,
     "linear_log_probs": linear_log_probs.cells,
+    "linear_divergence": linear_divergence.cells,
     "top_k": top_k.cells,
     "sampler": sampler.cells,
     "reference": reference.cells,

@@ -30,6 +30,7 @@ OTHERS = ((10240, 2560, 151936), (5000, 3072, 50257))  # that no bar names
 TOKENS, HIDDEN = 8192, 4096
 VOCABULARIES = tuple(2**power for power in range(18, 12, -1))  # of the figure
 
+_CUTE_OF_LIGER = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"
 _ROWS = 1024  # that are compared with the truth at a time
 _MOST = 4  # times as far from it as whole logits are
 
@@ -84,13 +85,12 @@ def cell_of(
         weight = weight.astype(hidden.dtype)
         return (hidden, weight, _gradient_of_logits(hidden, weight, labels, letters)) if backward else (hidden, weight)
 
-    own = {
-        "products": Contender("products", products, prepare=given),
-        "optax": Contender("optax", of_optax, needs=("optax",)),
-    }
-    if weight_dtype == dtype:
-        own |= {name: _of_torch(name, backward, class_axis) for name in _PEERS_OF_TORCH}
-    contenders = [Contender(OURS, lambda: of_jax(ours)), *(own[name] for name in (own if peers is None else peers))]
+    own = [
+        Contender("products", products, prepare=given),
+        Contender("optax", of_optax, needs=("optax",)),
+        *(_of_torch(*names, backward, class_axis) for names in _PEERS_OF_TORCH if weight_dtype == dtype),
+    ]
+    contenders = [Contender(OURS, lambda: of_jax(ours)), *(peer for peer in own if peers is None or peer.name in peers)]
     words = ["class_axis=0"] * (class_axis == 0) + [f"weight={weight_dtype}"] * (weight_dtype != dtype)
     itemsizes = jnp.dtype(dtype).itemsize, jnp.dtype(weight_dtype).itemsize
     return Cell(
@@ -143,15 +143,17 @@ def _gradient_of_logits(hidden, weight, labels, letters):
     return ((chances - jax.nn.one_hot(labels, logits.shape[1])) / len(labels)).astype(hidden.dtype)
 
 
-_PEERS_OF_TORCH: dict[str, tuple[str, str]] = {
-    "quack": ("quack.linear_cross_entropy", "chunked_linear_cross_entropy"),
-    "liger": ("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"),
-}
+# Names, modules and functions. The second of Liger is in CuTe DSL, for Hopper, whole blocks of 256 classes and of 128 tokens.
+_PEERS_OF_TORCH = (
+    ("quack", "quack.linear_cross_entropy", "chunked_linear_cross_entropy"),
+    ("liger", "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"),
+    ("liger", _CUTE_OF_LIGER, "liger_fused_linear_cross_entropy_sm90"),
+)
 
 
-def _of_torch(name: str, backward: bool, class_axis: int) -> Contender:
+def _of_torch(name: str, module: str, function: str, backward: bool, class_axis: int) -> Contender:
     """A peer whose weight has the classes first."""
-    module, function = _PEERS_OF_TORCH[name]
+    is_cute = module == _CUTE_OF_LIGER
 
     def build():
         loss_of = getattr(importlib.import_module(module), function)
@@ -169,7 +171,8 @@ def _of_torch(name: str, backward: bool, class_axis: int) -> Contender:
         hidden, weight, labels = to_torch(hidden, weight.T if class_axis else weight, labels)
         return hidden.requires_grad_(backward), weight.requires_grad_(backward), labels.long()
 
-    return torch_contender(name, build, prepare=prepare, needs=(module.split(".")[0], "torch"))
+    needs = module.split(".")[0], *(["cutlass"] if is_cute else []), "torch"
+    return torch_contender(name, build, prepare=prepare, needs=needs, capability=9 if is_cute else None)
 
 
 # Whether it is right.

@@ -1,13 +1,17 @@
 """The cells of log-probabilities and entropies of a linear layer, and of GRPO's loss from them, with gradients and memory.
 
 A shape has the tokens, the hidden size and the vocabulary. Gradients are those by hidden states and weight, for a cotangent of
-each result. With the option `temperatures` logits are divided by a number for each row. `grpo` is the loss of GRPO without a
-divergence: the mean of clipped ratios over the tokens that count.
+each result. With the option `temperatures` logits are divided by a number for each row, and with `temperature` by one number.
+`grpo` is the loss of GRPO without a divergence: the mean of clipped ratios over the tokens that count.
 
 `flops` are those of the products alone: of one forward, and of four with the gradients, since logits that are not kept are
 computed twice. `bytes` are those of hidden states and weight, and of their gradients. The peer `products` is the same products
 alone, of whole logits and a gradient of the logits that it is given. `jax.numpy` has whole logits in float32, which are not
 rounded, and `jax.numpy bfloat16` rounds them before it casts them to float32: its products are the faster ones.
+
+The peer `liger` is Liger's kernels for Hopper, which need `nvidia-cutlass-dsl`. They take one temperature, and round logits to
+16 bits and entropies to bfloat16, so that their `error` is above 1. `liger triton` is Liger's loss from parts of the logits,
+which has neither an entropy nor a temperature. Both get the weight with the classes first, as they take it.
 
 The `error` of gradients and of GRPO's loss is that of `linear_cross_entropy.py`: 0.25 is as far from float64 as with whole
 logits. The results of all rows are compared. They may differ by the roundings of a sum of `H` products in float32, each as
@@ -15,7 +19,9 @@ large as that of the largest score. Log-probabilities from logits that are round
 """
 
 import functools
+import importlib
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,12 +33,14 @@ from jax import lax
 import jaxsoftmax
 from benchmarks import linear_cross_entropy as linear
 from benchmarks import log_probs
-from benchmarks.cells import OURS, Cell, Contender, library
-from benchmarks.check import sampled
+from benchmarks.cells import OURS, Cell, Contender, library, torch
+from benchmarks.check import sampled, to_torch
+from benchmarks.softmax import torch_contender
 from tests.support import oracle
 
 SHAPES = ((8192, 4096, 128256), (16384, 4096, 151936), (8192, 2048, 32000), (5000, 3072, 50257))
 GRPO = (32768, 4096, 151936)
+TEMPERATURE = 0.75
 
 _DTYPE = "bfloat16"
 _OF_JAX = {"jax.numpy": "float32", "jax.numpy bfloat16": "bfloat16"}  # the dtype of logits before they are cast to float32
@@ -42,25 +50,37 @@ _LOG_RATIOS = (-0.4, -0.1, 0.1, 0.4)  # of GRPO: two are clipped, and none is so
 def cells(shrink: int = 1) -> list[Cell]:
     """All cells; with `shrink`, of shapes smaller by this factor."""
     layers = [*((shape, 1) for shape in SHAPES), (SHAPES[0], 0)]
+    kinds: list[tuple[Any, dict[str, Any]]] = [
+        *((layer, {"backward": backward}) for backward in (False, True) for layer in layers),
+        *((layer, {"backward": True, "temperature": TEMPERATURE}) for layer in layers[:-1]),
+    ]
     found = [
-        cell_of(*(size // shrink for size in shape), backward=backward, entropy=entropy, class_axis=class_axis)
-        for backward in (False, True)
-        for shape, class_axis in layers
+        cell_of(*(size // shrink for size in shape), entropy=entropy, class_axis=class_axis, **options)
+        for (shape, class_axis), options in kinds
         for entropy in (False, True)
     ]
     return [*found, grpo_cell(*(size // shrink for size in GRPO))]
 
 
 def cell_of(
-    tokens: int, hidden_size: int, vocabulary: int, *, backward: bool = False, entropy: bool = False, class_axis: int = 1
+    tokens: int,
+    hidden_size: int,
+    vocabulary: int,
+    *,
+    backward: bool = False,
+    entropy: bool = False,
+    class_axis: int = 1,
+    temperature: float | None = None,
 ) -> Cell:
+    """A cell; with gradients each row has a temperature of its own if there is no `temperature`."""
     letters, shape = "hv" if class_axis else "vh", (tokens, hidden_size, vocabulary)
 
     def of(layer):
         """Builds the results of a layer, and `backward` its gradients, at a temperature, for their cotangents."""
 
-        def both(hidden, weight, tokens, temperature, *cotangents):
-            results, pull = jax.vjp(lambda h, w: layer(h, w, tokens, temperature, entropy), hidden, weight)
+        def both(hidden, weight, tokens, temperatures, *cotangents):
+            chosen = temperatures if temperature is None else temperature
+            results, pull = jax.vjp(lambda h, w: layer(h, w, tokens, chosen, entropy), hidden, weight)
             return results, pull(cotangents[: len(results)])
 
         def forward(hidden, weight, tokens, *_):
@@ -68,24 +88,34 @@ def cell_of(
 
         return lambda: both if backward else forward
 
+    def rows_of(temperatures, of_log_p, of_entropy):
+        if temperature is not None or not backward:
+            temperatures = jnp.full_like(temperatures, temperature or 1)
+        return temperatures, of_log_p, of_entropy if entropy else jnp.zeros_like(of_entropy)
+
     def given(hidden, weight, tokens, *of_rows):
         if not backward:
             return hidden, weight
-        return hidden, weight, _gradient_of_logits(hidden, weight, tokens, *of_rows, letters=letters, entropy=entropy)
+        of_logits = _gradient_of_logits(hidden, weight, tokens, *rows_of(*of_rows), letters=letters, entropy=entropy)
+        return hidden, weight, of_logits
 
-    def rows_of(temperature, of_log_p, of_entropy):
-        temperature = temperature if backward else jnp.ones_like(temperature)
-        return temperature, of_log_p, of_entropy if entropy else jnp.zeros_like(of_entropy)
-
-    contenders = (
+    contenders = [
         Contender(OURS, of(functools.partial(_ours, class_axis))),
         Contender("products", lambda: functools.partial(_products, letters=letters), prepare=given),
-        *(Contender(name, of(functools.partial(_of_jax, letters, dtype))) for name, dtype in _OF_JAX.items()),
-    )
-    words = ["class_axis=0"] * (class_axis == 0) + ["entropy=1"] * entropy + ["temperatures=1"] * backward
+    ]
+    if temperature is None:  # else they would take as long as with a temperature for each row
+        contenders += [Contender(name, of(functools.partial(_of_jax, letters, dtype))) for name, dtype in _OF_JAX.items()]
+    if temperature is not None or not backward:  # Liger has one temperature for all rows
+        options = {"temperature": temperature or 1.0, "return_entropy": entropy}
+        contenders.append(_liger("liger", class_axis, _cotangents if backward else None, **options))
+    if not backward and not entropy:
+        contenders.append(_liger("liger triton", class_axis, None))
+    words = ["class_axis=0"] * (class_axis == 0) + ["entropy=1"] * entropy
+    if backward:
+        words.append("temperatures=1" if temperature is None else f"temperature={temperature:g}")
     sample = functools.partial(_sample, _policy, rows_of, letters, backward)
     inputs = functools.partial(_inputs, shape=shape, letters=letters)
-    return _cell("linear_log_probs", backward, shape, " ".join(words), inputs, contenders, sample)
+    return _cell("linear_log_probs", backward, shape, " ".join(words), inputs, tuple(contenders), sample)
 
 
 def grpo_cell(tokens: int, hidden_size: int, vocabulary: int) -> Cell:
@@ -104,6 +134,8 @@ def grpo_cell(tokens: int, hidden_size: int, vocabulary: int) -> Cell:
     contenders = (
         Contender(OURS, of(functools.partial(_ours, 1))),
         *(Contender(name, of(functools.partial(_of_jax, "hv", dtype))) for name, dtype in _OF_JAX.items()),
+        # Its own loss of GRPO makes the products for the gradients in float32, and would take seconds.
+        _liger("liger", 1, _loss_of_grpo, lambda *of_rows: _rows_of_grpo(*of_rows)[1:]),
     )
     sample = functools.partial(_sample, _policy_of_grpo, _rows_of_grpo, "hv", True)
     return _cell("grpo", True, shape, "", functools.partial(_inputs_of_grpo, shape=shape), contenders, sample)
@@ -193,10 +225,81 @@ def _rows_of_grpo(old, advantages, mask):
     return jnp.ones_like(old), old, advantages, mask / jnp.sum(mask)
 
 
-def _terms_of_grpo(log_p, old, advantages, share):
-    """Computes the terms of the loss, which is their sum."""
-    ratio = jnp.exp(log_p - old)
-    return -share * jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - log_probs.CLIP, 1 + log_probs.CLIP) * advantages)
+def _terms_of_grpo(log_p, old, advantages, share, module=jnp):
+    """Computes the terms of the loss, which is their sum, by functions of `jax.numpy` or torch."""
+    ratio = module.exp(log_p - old)
+    return -share * module.minimum(ratio * advantages, module.clip(ratio, 1 - log_probs.CLIP, 1 + log_probs.CLIP) * advantages)
+
+
+def _liger(
+    name: str,
+    class_axis: int,
+    outcome: Callable[..., Any] | None,
+    rows_of: Callable[..., Any] = lambda *of_rows: of_rows,
+    **options: Any,
+) -> Contender:
+    """A function of Liger, with gradients by torch if there is an `outcome`.
+
+    Args:
+      name: a key of `_OF_LIGER`.
+      class_axis: axis of the cell's weight that has the classes.
+      outcome: computes what is differentiated, and its cotangents or None, from the results and from the numbers of rows.
+      rows_of: computes these numbers from those that the inputs have for each row.
+      options: those of Liger's function.
+    """
+    load, *modules = _OF_LIGER[name]
+
+    def build():
+        layer = load()
+
+        def run(hidden, weight, tokens, *of_rows):
+            results = layer(hidden, weight, tokens, **options)
+            if outcome is None:
+                return results
+            results, cotangents = outcome(results, *of_rows)
+            of_hidden, of_weight = torch().autograd.grad(results, (hidden, weight), cotangents)
+            return [result.detach() for result in results], (of_hidden, of_weight.T if class_axis else of_weight)
+
+        return run
+
+    def prepare(hidden, weight, tokens, *of_rows):
+        given = hidden, weight.T if class_axis else weight, tokens, *rows_of(*of_rows)
+        hidden, weight, tokens, *of_rows = to_torch(*given)
+        has_gradients = outcome is not None
+        return hidden.requires_grad_(has_gradients), weight.requires_grad_(has_gradients), tokens.long(), *of_rows
+
+    return torch_contender(name, build, prepare=prepare, needs=(*modules, "torch"), capability=9)
+
+
+def _cotangents(results, _, *cotangents):
+    return results, cotangents[: len(results)]
+
+
+def _loss_of_grpo(results, *of_rows):
+    return [_terms_of_grpo(*results, *of_rows, module=torch()).sum()], None
+
+
+def _cute_of_liger():
+    os.environ["LIGER_SCALED_CE_SM90_VALIDATE_TARGETS"] = "0"  # a check of tokens waits for the GPU, and ours has none
+    module = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
+
+    def layer(*arrays, **options):
+        results = module.LigerFusedLinearScaledCrossEntropyFunction.apply(*arrays, **options)
+        losses, *entropies = results if isinstance(results, tuple) else (results,)
+        return -losses, *entropies
+
+    return layer
+
+
+def _triton_of_liger():
+    module = importlib.import_module("liger_kernel.transformers.functional")
+    return lambda *arrays: (-module.liger_fused_linear_cross_entropy(*arrays, reduction="none"),)
+
+
+_OF_LIGER: dict[str, tuple[Any, ...]] = {  # the function that loads it, and the modules that it needs
+    "liger": (_cute_of_liger, "liger_kernel", "cutlass"),
+    "liger triton": (_triton_of_liger, "liger_kernel"),
+}
 
 
 # Whether it is right.

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import importlib.machinery
 import itertools
+import os
 import pathlib
 import random
 import re
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 import types
+from collections.abc import Sequence
 from xml.etree import ElementTree
 
 import jax
@@ -31,6 +33,7 @@ from benchmarks import (
     harness,
     host,
     linear_cross_entropy,
+    linear_divergence,
     linear_log_probs,
     links,
     log_probs,
@@ -66,6 +69,7 @@ DECODING = {cell.name: cell for cell in decoding.cells()}
 LOSSES = {cell.name: cell for cell in cross_entropy.cells()}
 LINEAR = {cell.name: cell for cell in linear_cross_entropy.cells()}
 LINEAR_LOG_PROBS = {cell.name: cell for cell in linear_log_probs.cells()}
+LINEAR_DIVERGENCE = {cell.name: cell for cell in linear_divergence.cells()}
 TOP_K = {cell.name: cell for cell in top_k.cells()}
 SAMPLER = {cell.name: cell for cell in sampler.cells()}
 FIRST_CALLS = {cell.name: cell for cell in first_call.cells()}
@@ -131,13 +135,23 @@ def a_full_run_of_linear():
 
 
 def a_full_run_of_linear_log_probs():
-    """Likewise: ours takes as long as the products and 0.1 GB, and the others twice as long and 4 GB."""
+    """Likewise: ours takes as long as the products and 0.1 GB, Liger a tenth longer, the others twice as long and 4 GB."""
     rows = []
     for cell in LINEAR_LOG_PROBS.values():
         for contender in cell.contenders:
-            us = 1e3 if contender.name in (OURS, "products") else 2e3
+            us = {OURS: 1e3, "products": 1e3, "liger": 1.1e3}.get(contender.name, 2e3)
             row = a_row(cell, "mosaic" if contender.name == OURS else contender.name, us=us, error=0.25)
             rows.append(dataclasses.replace(row, temporaries=10**8 if contender.name == OURS else 4 * 10**9))
+    return rows
+
+
+def a_full_run_of_linear_divergence():
+    """Likewise: ours takes as long as the products, Liger a tenth longer, and the others twice as long."""
+    rows = []
+    for cell in LINEAR_DIVERGENCE.values():
+        for contender in cell.contenders:
+            us = {OURS: 1e3, "products": 1e3, "liger": 1.1e3}.get(contender.name, 2e3)
+            rows.append(a_row(cell, "mosaic" if contender.name == OURS else contender.name, us=us))
     return rows
 
 
@@ -285,6 +299,7 @@ def test_a_run_cut_off_leaves_what_it_measured(tmp_path):
         ("cross_entropy", LOSSES),
         ("linear_cross_entropy", LINEAR),
         ("linear_log_probs", LINEAR_LOG_PROBS),
+        ("linear_divergence", LINEAR_DIVERGENCE),
         ("top_k", TOP_K),
         ("sampler", SAMPLER),
         ("first_call", FIRST_CALLS),
@@ -523,6 +538,9 @@ MISSED_LINEAR_LOG_PROBS = [
         "1.04",
     ),
     (f"linear_log_probs {BOTH} bfloat16 8192x2048x32000 entropy=1 temperatures=1", "mosaic", {"error": 0.3}, "0.3"),
+    ("linear_log_probs forward bfloat16 5000x3072x50257 entropy=1", "liger", {"us": 950.0}, "1.053"),
+    (f"linear_log_probs {BOTH} bfloat16 8192x2048x32000 temperature=0.75", "liger", {"us": 990.0}, "1.01"),
+    (f"grpo {BOTH} bfloat16 32768x4096x151936", "liger", {"us": 800.0}, "1.25"),
     (f"grpo {BOTH} bfloat16 32768x4096x151936", "mosaic", {"us": 1300.0}, "0.65"),
     (f"grpo {BOTH} bfloat16 32768x4096x151936", "mosaic", {"temporaries": 3 * 10**8}, "0.075"),
     (f"grpo {BOTH} bfloat16 32768x4096x151936", "jax.numpy", {"temporaries": None}, "no temporaries"),
@@ -533,6 +551,19 @@ MISSED_LINEAR_LOG_PROBS = [
 def test_check_of_linear_log_probs(tmp_path, capsys):
     rows = a_full_run_of_linear_log_probs()
     assert_found(tmp_path, capsys, "linear_log_probs", rows, MISSED_LINEAR_LOG_PROBS, apart=True)
+
+
+MISSED_LINEAR_DIVERGENCE = [
+    (f"{BOTH} bfloat16 8192x2048x4096x128256 kind=forward_kl", "mosaic", {"us": 1090.0}, "1.09"),
+    (f"{BOTH} bfloat16 5000x3072x2560x50257 kind=forward_kl reduction=none", "products", {"us": 900.0}, "1.111"),
+    (f"{BOTH} bfloat16 8192x4096x4096x151936 kind=js", "liger", {"us": 900.0}, "1.111"),
+    (f"{BOTH} bfloat16 8192x4096x4096x151936 kind=forward_kl", "mosaic", {"error": 1.5}, "1.5"),
+]
+
+
+def test_check_of_linear_divergence(tmp_path, capsys):
+    changes = [(f"linear_divergence {name}", *more) for name, *more in MISSED_LINEAR_DIVERGENCE]
+    assert_found(tmp_path, capsys, "linear_divergence", a_full_run_of_linear_divergence(), changes)
 
 
 MISSED_TOP_K = [
@@ -1566,7 +1597,7 @@ def test_cells_of_linear_cross_entropy():
     forward = [cell for cell in LINEAR.values() if cell.pass_ == "forward"]
     assert [cell.shape for cell in forward] == [cell.shape for cell in both[:6]]
     assert [cell.shape for cell in both[:4]] == list(linear_cross_entropy.SHAPES)
-    every = [OURS, "products", "optax", "quack", "liger"]
+    every = [OURS, "products", "optax", "quack", "liger", "liger"]  # two of its functions
     for cell in (*forward, *both[:7]):
         assert [contender.name for contender in cell.contenders] == every
     assert [contender.name for contender in both[7].contenders] == every[:3]
@@ -1646,19 +1677,26 @@ def test_the_error_of_whole_logits_is_a_quarter_and_sums_in_the_dtype_add_to_it(
 
 def test_cells_of_linear_log_probs():
     *cells, grpo = LINEAR_LOG_PROBS.values()
-    forward, both = cells[:10], cells[10:]
     layers = [*linear_log_probs.SHAPES, linear_log_probs.SHAPES[0]]
-    for passes, of_pass, words in ((1, forward, ""), (4, both, "temperatures=1")):
-        assert [cell.shape for cell in of_pass] == [shape for shape in layers for _ in range(2)]
+    of_jax = ["jax.numpy", "jax.numpy bfloat16"]
+    for passes, of_pass, words, peers in (
+        (1, cells[:10], "", [*of_jax, "liger"]),
+        (4, cells[10:20], "temperatures=1", of_jax),
+        (4, cells[20:], "temperature=0.75", ["liger"]),
+    ):
+        assert [cell.shape for cell in of_pass] == [shape for shape in layers for _ in range(2)][: len(of_pass)]
+        axis = "class_axis=0" if len(of_pass) == 10 else ""
         assert [cell.options for cell in of_pass[-2:]] == [
-            f"class_axis=0{entropy} {words}".strip() for entropy in ("", " entropy=1")
+            " ".join(filter(None, (axis, entropy, words))) for entropy in ("", "entropy=1")
         ]
         for cell in of_pass:
-            assert [contender.name for contender in cell.contenders] == [OURS, "products", "jax.numpy", "jax.numpy bfloat16"]
+            triton = ["liger triton"] * (passes == 1 and "entropy" not in cell.options)
+            assert [contender.name for contender in cell.contenders] == [OURS, "products", *peers, *triton]
             assert cell.flops == passes * 2 * np.prod(cell.shape)
             assert cell.bytes == min(passes, 2) * 2 * cell.shape[1] * (cell.shape[0] + cell.shape[2])
+    assert len(cells) == 28
     assert grpo.shape == (32768, 4096, 151936)
-    assert [contender.name for contender in grpo.contenders] == [OURS, "jax.numpy", "jax.numpy bfloat16"]
+    assert [contender.name for contender in grpo.contenders] == [OURS, *of_jax, "liger"]
 
 
 TINY_LINEAR_LOG_PROBS = {cell.name: cell for cell in linear_log_probs.cells(64)}
@@ -1669,6 +1707,7 @@ TINY_LINEAR_LOG_PROBS = {cell.name: cell for cell in linear_log_probs.cells(64)}
     cases.quick(
         "linear_log_probs forward bfloat16 128x32x500",
         f"linear_log_probs {BOTH} bfloat16 128x64x2004 class_axis=0 entropy=1 temperatures=1",
+        f"linear_log_probs {BOTH} bfloat16 128x32x500 temperature=0.75",
         f"grpo {BOTH} bfloat16 512x64x2374",
         slow=[
             "linear_log_probs forward bfloat16 78x48x785 entropy=1",
@@ -1682,7 +1721,8 @@ def test_cells_of_linear_log_probs_run(name):
     assert not run.problems
     ours, *others = rows
     assert bars.is_ours(ours)
-    assert [row.implementation for row in others] == [contender.name for contender in cell.contenders[1:]]
+    peers = [contender.name for contender in cell.contenders[1:] if contender.framework == "jax"]
+    assert [row.implementation for row in others] == peers
     assert 0 < ours.error < 0.275
     assert [row.error is None for row in others] == [row.implementation == "products" for row in others]
     assert ours.temporaries > 0
@@ -1693,6 +1733,7 @@ def test_cells_of_linear_log_probs_run(name):
     [
         "linear_log_probs forward bfloat16 128x32x500 entropy=1",
         f"linear_log_probs {BOTH} bfloat16 128x32x500 entropy=1 temperatures=1",
+        f"linear_log_probs {BOTH} bfloat16 128x32x500 entropy=1 temperature=0.75",
         f"grpo {BOTH} bfloat16 512x64x2374",
     ],
 )
@@ -1747,6 +1788,219 @@ def test_logits_are_multiplied_twice_in_the_products_of_log_probs():
     assert [gradient.shape for gradient in gradients] == [(128, 32), (32, 500)]
     program = jax.jit(products.build()).lower(*given).compile().as_text()
     assert len(re.findall(r" (?:dot|custom-call)\(", program)) == 4
+
+
+class Tensor:
+    """Stands for a tensor of torch: a function `of` the hidden states and the weight."""
+
+    def __init__(self, of):
+        self.of = of
+
+    def requires_grad_(self, flag):
+        self.requires_grad = flag
+        return self
+
+    def long(self):
+        return self
+
+    def detach(self):
+        return self
+
+
+def of_tensors(function):
+    """A function of tensors, or numbers, that makes a tensor."""
+
+    def made(*operands, **options):
+        return Tensor(lambda *at: function(*(x.of(*at) if isinstance(x, Tensor) else x for x in operands), **options))
+
+    return made
+
+
+Tensor.T = property(of_tensors(jnp.transpose))
+Tensor.sum = of_tensors(jnp.sum)
+Tensor.__neg__ = of_tensors(jnp.negative)
+Tensor.__sub__ = of_tensors(jnp.subtract)
+Tensor.__mul__ = of_tensors(jnp.multiply)
+
+
+def a_torch(*leaves):
+    """Torch, as far as peers use it, if `leaves` are the hidden states and the weight."""
+
+    def grad(results, arrays, cotangents=None):
+        assert all(array.of(*leaves) is leaf for array, leaf in zip(arrays, leaves, strict=True))
+        results = results if isinstance(results, Sequence) else [results]
+        _, pull = jax.vjp(lambda *at: [result.of(*at) for result in results], *leaves)
+        found = pull([1.0] if cotangents is None else [cotangent.of(*leaves) for cotangent in cotangents])
+        return [Tensor(lambda *at, x=x: x) for x in found]
+
+    functions = {name: of_tensors(getattr(jnp, name)) for name in ("exp", "minimum", "clip")}
+    return types.SimpleNamespace(autograd=types.SimpleNamespace(grad=grad), **functions)
+
+
+@pytest.mark.parametrize(
+    ("name", "peer", "options"),
+    [
+        ("linear_log_probs forward bfloat16 128x32x500", "liger triton", {"reduction": "none"}),
+        ("linear_log_probs forward bfloat16 128x32x500", "liger", {"temperature": 1.0, "return_entropy": False}),
+        (
+            "linear_log_probs forward bfloat16 128x64x2004 class_axis=0 entropy=1",
+            "liger",
+            {"temperature": 1.0, "return_entropy": True},
+        ),
+        *(
+            (
+                f"linear_log_probs {BOTH} bfloat16 128x32x500 {words}temperature=0.75",
+                "liger",
+                {"temperature": 0.75, "return_entropy": bool(words)},
+            )
+            for words in ("", "entropy=1 ")
+        ),
+        (f"grpo {BOTH} bfloat16 512x64x2374", "liger", {}),
+    ],
+)
+def test_liger_is_a_peer_of_log_probs_where_it_is_installed(name, peer, options, monkeypatch):
+    """Its functions are here those of JAX."""
+    cell, given = TINY_LINEAR_LOG_PROBS[name], []
+    (contender,) = [contender for contender in cell.contenders if contender.name == peer]
+    inputs = cell.inputs(jax.random.key(0), False)
+    leaves = inputs[0], inputs[1] if "class_axis=0" in name else inputs[1].T
+
+    def to_torch(hidden, weight, *others):
+        assert np.array_equal(weight, leaves[1])
+        return Tensor(lambda h, w: h), Tensor(lambda h, w: w), *(Tensor(lambda *at, x=x: x) for x in others)
+
+    def losses(hidden, weight, tokens, **options):
+        assert hidden.requires_grad == weight.requires_grad == (cell.pass_ == BOTH)
+        given.append(options)
+        temperature = options.get("temperature", 1.0)
+        results = [
+            of_tensors(
+                lambda *arrays, at=at: jaxsoftmax.linear_log_probs(
+                    *arrays, class_axis=0, temperature=temperature, return_entropy=True
+                )[at]
+            )(hidden, weight, tokens)
+            for at in range(2)
+        ]
+        return (-results[0], results[1]) if options.get("return_entropy") else -results[0]
+
+    cute, triton = types.ModuleType("cute"), types.ModuleType("triton")
+    cute.LigerFusedLinearScaledCrossEntropyFunction = types.SimpleNamespace(apply=losses)
+    triton.liger_fused_linear_cross_entropy = losses
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops.fused_linear_scaled_cross_entropy", cute)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", triton)
+    monkeypatch.setattr(linear_log_probs, "torch", lambda: a_torch(*leaves))
+    monkeypatch.setattr(linear_log_probs, "to_torch", to_torch)
+    monkeypatch.setenv("LIGER_SCALED_CE_SM90_VALIDATE_TARGETS", "1")  # which is set back afterwards
+    output = contender.build()(*contender.prepare(*inputs))
+    output = jax.tree.map(lambda tensor: tensor.of(*leaves), output)
+    assert check.errors(cell, contender, inputs, output)[0] < 0.3
+    assert given == [options]
+    assert os.environ["LIGER_SCALED_CE_SM90_VALIDATE_TARGETS"] == ("1" if "triton" in peer else "0")
+
+
+def test_cells_of_linear_divergence():
+    cells = list(LINEAR_DIVERGENCE.values())
+    assert [cell.shape for cell in cells] == [shape for shape in linear_divergence.SHAPES for _ in range(3)]
+    assert [cell.options for cell in cells[:3]] == ["kind=forward_kl", "kind=js", "kind=forward_kl reduction=none"]
+    for cell in cells:
+        tokens, size, of_teacher, vocabulary = cell.shape
+        is_mean = "reduction" not in cell.options
+        assert [contender.name for contender in cell.contenders] == [OURS, "products", "jax.numpy", *["liger"] * is_mean]
+        products = [size, of_teacher, size, size, *([] if is_mean else [size, of_teacher])]
+        assert cell.flops == 2 * tokens * vocabulary * sum(products)
+        assert cell.bytes == 2 * (2 * size + of_teacher) * (tokens + vocabulary)
+
+
+TINY_LINEAR_DIVERGENCE = {cell.options: cell for cell in linear_divergence.cells(64)[3:6]}
+
+
+@pytest.mark.parametrize("options", TINY_LINEAR_DIVERGENCE)
+def test_cells_of_linear_divergence_run(options):
+    cell = TINY_LINEAR_DIVERGENCE[options]
+    run, rows, _ = measured(cell)
+    assert not run.problems
+    assert [row.implementation for row in rows] == ["xla", "products", "jax.numpy"]
+    assert all(0 < row.error < 0.275 for row in rows if row.implementation != "products")
+
+
+@pytest.mark.parametrize("options", TINY_LINEAR_DIVERGENCE)
+def test_the_truth_of_linear_divergence(options, monkeypatch):
+    cell = TINY_LINEAR_DIVERGENCE[options]
+    ours, inputs = cell.contenders[0], cell.inputs(jax.random.key(0), True)
+    output = jax.jit(ours.build())(*inputs)
+    pairs = cell.sample(inputs, output)
+    assert all(oracle.error(*pair) < 0.275 for pair in pairs)
+    monkeypatch.setattr(linear_cross_entropy, "_ROWS", 50)  # and so several times
+    for (actual, truth), (expected, other) in zip(cell.sample(inputs, output), pairs, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-12)
+        np.testing.assert_allclose(truth.value, other.value, rtol=1e-9)
+        np.testing.assert_allclose(truth.budget, other.budget, rtol=1e-9)
+    leaves, tree = jax.tree.flatten(output)
+    assert len(leaves) == len(pairs) == 3
+    for wrong, leaf in enumerate(leaves):
+        parts = [leaf * 1.2]  # of large logits, which are rounded by up to 0.25
+        if leaf.ndim:  # of one token, or of one class
+            parts.append(leaf.at[(slice(None), -1) if wrong == 2 else (0,)].multiply(0))
+        for part in parts:
+            changed = jax.tree.unflatten(tree, [*leaves[:wrong], part, *leaves[wrong + 1 :]])
+            assert check.errors(cell, ours, inputs, changed)[0] > 1
+
+
+@pytest.mark.parametrize("options", ["kind=forward_kl", "kind=js"])
+def test_gradients_of_a_divergence_of_rounded_logits_have_an_error_of_a_quarter(options):
+    cell = TINY_LINEAR_DIVERGENCE[options]
+    hidden, weight, *teacher, _ = inputs = cell.inputs(jax.random.key(0), False)
+
+    def rounded(hidden, weight):
+        logits = hidden.astype(jnp.float32) @ weight.astype(jnp.float32)
+        return jax.lax.optimization_barrier(logits.astype(jnp.bfloat16))  # else XLA would not round
+
+    def whole(hidden, weight):
+        divergence = jaxsoftmax.js_divergence if options == "kind=js" else jaxsoftmax.kl_divergence
+        return jnp.mean(divergence(rounded(*teacher), rounded(hidden, weight)))
+
+    output = jax.jit(jax.value_and_grad(whole, (0, 1)))(hidden, weight)
+    _, *gradients = [oracle.error(*pair) for pair in cell.sample(inputs, output)]
+    assert gradients == pytest.approx([0.25, 0.25], rel=0.15)
+
+
+def test_logits_are_multiplied_twice_in_the_products_of_divergences_of_rows():
+    for options, count in (("kind=js", 4), ("kind=forward_kl reduction=none", 6)):
+        cell = TINY_LINEAR_DIVERGENCE[options]
+        products = next(contender for contender in cell.contenders if contender.name == "products")
+        given = products.prepare(*cell.inputs(jax.random.key(0), False))
+        program = jax.jit(products.build()).lower(*given).compile().as_text()
+        assert len(re.findall(r" (?:dot|custom-call)\(", program)) == count
+
+
+@pytest.mark.parametrize(("options", "share"), [("kind=forward_kl", 0.0), ("kind=js", 0.5)])
+def test_liger_is_a_peer_of_divergences_where_it_is_installed(options, share, monkeypatch):
+    """Its function is here one of JAX."""
+    cell = TINY_LINEAR_DIVERGENCE[options]
+    (contender,) = [contender for contender in cell.contenders if contender.name == "liger"]
+    inputs = cell.inputs(jax.random.key(0), False)
+    leaves = inputs[0], inputs[1].T
+
+    def to_torch(hidden, weight, *others):
+        assert np.array_equal(weight, leaves[1])
+        return Tensor(lambda h, w: h), Tensor(lambda h, w: w), *others
+
+    def loss(hidden, weight, teacher_hidden, teacher_weight, *, jsd_beta):
+        assert hidden.requires_grad
+        assert weight.requires_grad
+        assert jsd_beta == share
+        kind = "js" if jsd_beta else "forward_kl"
+        mean = functools.partial(jaxsoftmax.linear_divergence, kind=kind, reduction="mean")
+        return of_tensors(lambda h, w: mean(h, w.T, teacher_hidden, teacher_weight.T))(hidden, weight)
+
+    module = types.ModuleType("functional")
+    module.liger_fused_linear_jsd = loss
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", module)
+    monkeypatch.setattr(linear_divergence, "torch", lambda: a_torch(*leaves))
+    monkeypatch.setattr(linear_divergence, "to_torch", to_torch)
+    output = contender.build()(*contender.prepare(*inputs))
+    output = jax.tree.map(lambda tensor: tensor.of(*leaves), output)
+    assert check.errors(cell, contender, inputs, output)[0] < 0.3
 
 
 def test_cells_of_top_k():
@@ -1978,9 +2232,10 @@ def test_the_truth_of_the_sampler(library):
         cross_entropy.cells(4),
         linear_cross_entropy.cells(64),
         linear_log_probs.cells(64),
+        linear_divergence.cells(64),
         top_k.cells(128),
     ],
-    ids=["attention", "cross_entropy", "linear_cross_entropy", "linear_log_probs", "top_k"],
+    ids=["attention", "cross_entropy", "linear_cross_entropy", "linear_log_probs", "linear_divergence", "top_k"],
 )
 def test_every_cell_of_a_suite_runs(cells):
     run, rows, _ = measured(*cells, peers=frozenset())
@@ -2262,6 +2517,7 @@ def test_bytes(name, bytes_per_element):
         (cross_entropy.cells, LOSSES),
         (linear_cross_entropy.cells, LINEAR),
         (linear_log_probs.cells, LINEAR_LOG_PROBS),
+        (linear_divergence.cells, LINEAR_DIVERGENCE),
         (top_k.cells, TOP_K),
         (sampler.cells, SAMPLER),
         (sharded.cells, SHARDED),
