@@ -549,7 +549,7 @@ def test_native_results_and_gradients_of_losses(shape, kind, reduction, logits_d
 
     arrays = hidden, weight, jnp.asarray(temperatures(shape[0])), labels
     f, truth = (jax.jit(jax.value_and_grad(f, (0, 1, 2), has_aux=True)) for f in (ours, whole))
-    cases.assert_ran("mosaic", f, *arrays)
+    cases.assert_ran("mosaic", f, *arrays, without=["linear_log_probs_vjp", "cross_entropy_jvp"])  # by the temperature
     ((_, results), gradients), ((_, expected), of_whole) = f(*arrays), truth(*arrays)
     is_rounded = logits_dtype is None and (reduction == "mean" or kind == "probabilities")
     for found, true in zip(results, expected, strict=True):

@@ -7,11 +7,10 @@ import pytest
 
 from jaxsoftmax.ops.cross_entropy import primitive
 from jaxsoftmax.ops.cross_entropy import triton as ours
-from jaxsoftmax.ops.cross_entropy.loss import LossHead
 from jaxsoftmax.ops.cross_entropy.xla import NO_ROW
 
 from ..support import cases, oracle, triton_kernels
-from ..support.cross_entropy.cases import FINITE, OPTIONS, labelled, without_ignored
+from ..support.cross_entropy.cases import FINITE, OPTIONS, head_of, labelled, without_ignored
 from ..support.cross_entropy.oracle import cross_entropy as truth
 from ..support.softmax.spread import ROWS, spreading, stacked
 
@@ -44,11 +43,6 @@ def params_of(options, axis):
     return {"axes": (axis,), "dtype": jnp.float32, "soft_cap": None if cap is None else float(cap)}
 
 
-def head_of(options):
-    named = {"label_smoothing": 0.0, "z_loss": 0.0, "logits_soft_cap": None} | without_ignored(options)
-    return LossHead(1, **named, implementation=None)
-
-
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", cases.quick("float32", slow=["bfloat16", "float16"]))
 @pytest.mark.parametrize(("shape", "axis"), SHAPES, ids=cases.ident)
@@ -65,7 +59,7 @@ def test_losses_and_gradients(target, shape, axis, dtype, options):
     expected = truth(x, labels, axis, **options)
 
     def check(found, gradient):
-        loss = head.combined([np.squeeze(np.asarray(part), axis) for part in found], classes)
+        loss = head.of_terms([np.squeeze(np.asarray(part), axis) for part in found], classes)[0]
         assert oracle.error(jnp.where(labels == NO_ROW, jnp.nan, loss), expected.loss) <= 1
         assert gradient.dtype == x.dtype
         assert oracle.error(gradient, expected.gradient(c)) <= 1
@@ -73,7 +67,7 @@ def test_losses_and_gradients(target, shape, axis, dtype, options):
     has_total = options.get("label_smoothing", 0) > 0
     operands = {"x": x, "labels": row_labels}
     *found, m, d = computed("cross_entropy", operands, target, return_total=has_total, return_state=True, **params)
-    numbers = jax.vjp(lambda *found: head.combined([jnp.squeeze(f, axis) for f in found], classes), *found)[1](c)
+    numbers = jax.vjp(lambda *found: head.of_terms([jnp.squeeze(f, axis) for f in found], classes)[0], *found)[1](c)
     b, a, *total = (-np.asarray(numbers[0]), np.asarray(numbers[0] + numbers[1]), *map(np.asarray, numbers[2:]))
     saved = operands | {"m": m, "d": d, "a": a, "b": b, "c": total[0] if total else None}
     (gradient,) = computed("cross_entropy_vjp", saved, target, **(params | {"dtype": x.dtype}))

@@ -64,6 +64,7 @@ DOCUMENTS = (  # those with code; the recipes have tests of their own
     "flax",
     "getting_started",
     "index",
+    "memory",
     "numerics",
     "scaling",
     "support",
@@ -85,13 +86,19 @@ def call(op: str, x, **options):
     """Calls a public function with one array and labels, or with the same array for every operand."""
     labels = jnp.zeros(x.shape[:1], jnp.int32)
     others = {"dot_product_attention": [x, x], "cross_entropy": [labels], "linear_cross_entropy": [x, labels]}
-    others |= {"log_probs": [labels], "kl_divergence": [x], "js_divergence": [x], "linear_log_probs": [x, labels]}
+    others |= {
+        "linear_divergence": [x, x, x],
+        "log_probs": [labels],
+        "kl_divergence": [x],
+        "js_divergence": [x],
+        "linear_log_probs": [x, labels],
+    }
     others["paged_attention"] = [x, x, labels[:, None], labels + x.shape[1]]  # a page of as many keys
     others |= {"top_k": [4], "softmax_top_k": [4]}
     if op == "categorical":
         return jaxsoftmax.categorical(jax.random.key(0), x, **options)
     if op.startswith("linear"):
-        options |= {"class_axis": 0} | ({"reduction": "none"} if op == "linear_cross_entropy" else {})
+        options |= {"class_axis": 0} | ({} if op == "linear_log_probs" else {"reduction": "none"})
         options.pop("axis", None)
     function = getattr(cache if op in cache.__all__ else jaxsoftmax, op)
     result = function(x, *others.get(op, []), **options)
@@ -100,6 +107,7 @@ def call(op: str, x, **options):
 
 # The primitives that public functions of other names run.
 RUN = dict.fromkeys(("log_probs", "entropy"), "cross_entropy")
+RUN |= {"linear_cross_entropy": "linear_log_probs", "linear_divergence": "kl_divergence"}
 
 
 @pytest.fixture
@@ -148,7 +156,7 @@ def test_the_support_matrix_is_what_dispatch_says(row, step):
                 assert chosen == name, (platform, dtype)
                 if outer:  # XLA makes the products, and what is computed of them runs as it says
                     assert op.startswith("linear"), (platform, dtype)
-                    assert (outer, primitive) == ([(op, "xla")], "cross_entropy"), (platform, dtype)
+                    assert (outer, primitive) == ([(RUN.get(op, op), "xla")], "cross_entropy"), (platform, dtype)
                 else:
                     assert primitive == RUN.get(op, op), (platform, dtype)
             else:

@@ -13,6 +13,7 @@ arrays that all devices have add up too, which JAX does once, behind the last pa
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -45,7 +46,8 @@ def of_rows(head: Head, layers: tuple[Layer, ...], rows: dict[str, jax.Array]) -
         return sums, head.results(_logits(head, layers, hidden), own)
 
     arrays = [*(layer["hidden"] for layer in layers), *rows.values()]
-    return by_parts(jax.checkpoint(part), parts.MOST, _bytes_of_row(head, layers, has_gradient=False), arrays)[1]
+    # In reverse mode each part adds to the gradient of the weight, too.
+    return by_parts(jax.checkpoint(part), _most(layers), _bytes_of_row(head, layers), arrays)[1]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -119,8 +121,7 @@ def _with_gradients(
         return sums, [*results, *(of_hidden[at] for at in with_hidden), *(found[name] for name in wanted.rows)]
 
     arrays = [*(layer["hidden"] for layer in layers), *rows.values(), factors]
-    bytes_of_row = _bytes_of_row(head, layers, has_gradient=True)
-    sums, results = by_parts(jax.checkpoint(part), parts.MOST_WITH_GRADIENT, bytes_of_row, arrays)
+    sums, results = by_parts(jax.checkpoint(part), _most(layers), _bytes_of_row(head, layers, wanted.layers), arrays)
     by_rows = {name: results.pop() for name in reversed(wanted.rows)}
     by_layers: list[Layer] = [{} for _ in layers]
     for at in reversed(with_hidden):
@@ -141,11 +142,20 @@ def _logits(head: Head, layers, hidden) -> list[jax.Array]:
     return found
 
 
-def _bytes_of_row(head: Head, layers, *, has_gradient: bool) -> Any:
-    """Returns the bytes that the logits of a row take, with their gradients; symbolic if the number of classes is."""
+def _most(layers) -> int:
+    """Returns the bytes of the logits of a part. Two layers with float32 logits would have few rows in one layer's bytes."""
+    return parts.MOST_WITH_GRADIENT * len(layers)
+
+
+def _bytes_of_row(head: Head, layers, wanted: Sequence[Sequence[str]] | None = None) -> Any:
+    """Returns the bytes that the logits of a row take, with the gradients of those that are wanted.
+
+    The number is symbolic if the number of classes is.
+    """
     total = 0
-    for layer, axis in zip(layers, head.class_axes, strict=True):
+    for at, (layer, axis) in enumerate(zip(layers, head.class_axes, strict=True)):
         dtype = layer["hidden"].dtype
         of_sums = accumulator(dtype).itemsize if "bias" in layer else 0
+        has_gradient = wanted is not None and len(wanted[at]) > 0
         total += layer["weight"].shape[axis] * (head.bytes_of_logit(dtype, has_gradient=has_gradient) + of_sums)
     return total

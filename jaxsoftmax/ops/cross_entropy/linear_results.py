@@ -46,7 +46,7 @@ def results_of_rows(head: "LogProbHead", axis_name: tuple[str, ...], flags: tupl
             m, d, *jnp.unstack(chosen, axis=1), *sums, cuts=cuts, scale=scale, exponents=exponents
         )
         chosen, sums = jnp.stack(merged[:n], 1), merged[n:]
-    chosen = jnp.where(labels >= 0, chosen, jnp.nan)
+    chosen = jnp.where(labels == xla.NO_CLASS, jnp.nan, chosen)  # a row that does not take part has 0
     m, d, *sums = (number[:, None] for number in (m, d, *sums))
     options = {"return_entropy": has_entropy, "return_state": True, "dtype": m.dtype}
     nll, lse, *others = xla.results_of(labels, m, d, chosen, *sums, scale=None if scale is None else scale[:, None], **options)

@@ -111,7 +111,7 @@ class LossHead(Head):
         flags = ("return_total",) * (self.label_smoothing > 0) + ("return_entropy",) * self.return_entropy
         operands = layer | rows | {"labels": rows["labels"][:, None]}
         log_p, *terms, _, _ = results_of_rows(head, self.axis_name, flags, operands)
-        return self._of_terms([-log_p[:, 0], *terms], layer["weight"].shape[class_axis])
+        return self.of_terms([-log_p[:, 0], *terms], layer["weight"].shape[class_axis])
 
     def with_gradients(self, logits, rows, factors, wanted, dtype):
         """Computes the results and derivatives of `Head`, in the memory of the logits if they have this dtype."""
@@ -133,7 +133,7 @@ class LossHead(Head):
             gradient, *terms = self._run(CROSS_ENTROPY_GRADIENT, operands, **params)
         terms = [jnp.squeeze(term, 1) for term in terms]
         found = {"scale": self.share(self._by_scale(factors, scale, terms, classes))} if "scale" in wanted.rows else {}
-        results = self._of_terms(terms, classes)
+        results = self.of_terms(terms, classes)
         return results[: 2 + self.return_entropy], [gradient], found
 
     def bytes_of_logit(self, dtype, *, has_gradient):
@@ -141,7 +141,7 @@ class LossHead(Head):
         own = jnp.dtype(self.logits_dtype or dtype)
         return own.itemsize + (jnp.dtype(dtype).itemsize if has_gradient and own != dtype else 0)
 
-    def _of_terms(self, terms: Sequence[jax.Array], classes: int) -> list[jax.Array]:
+    def of_terms(self, terms: Sequence[jax.Array], classes: int) -> list[jax.Array]:
         """Computes the results from `nll`, `lse`, the sum of the scores if there is smoothing, and the entropy or nothing."""
         n_terms = 2 + (self.label_smoothing > 0)
         classes = max(classes, 1) * lax.axis_size(self.axis_name)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 import jaxsoftmax
-from jaxsoftmax.ops.cross_entropy.loss import LossHead
+from jaxsoftmax.ops.cross_entropy.loss import LossHead, Wanted
 
 ALL = {"label_smoothing": 0.2, "z_loss": 0.05, "logits_soft_cap": 2.0}
 
@@ -47,8 +47,20 @@ def without_ignored(options):
 
 def together(implementation=None, **options):
     """Returns losses and the gradient, from cotangents that are known with the logits, as in a linear layer's loss."""
-    named = {"label_smoothing": 0.0, "z_loss": 0.0, "logits_soft_cap": None} | without_ignored(options)
-    return jax.jit(LossHead(1, **named, implementation=implementation).losses_and_gradient)
+    head = head_of(options, implementation)
+
+    def run(logits, labels, factors):
+        wanted = Wanted((("hidden",),), ())
+        (losses, *_), (gradient,), _ = head.with_gradients([logits], {"labels": labels}, factors, wanted, logits.dtype)
+        return losses, gradient
+
+    return jax.jit(run)
+
+
+def head_of(options, implementation=None):
+    """Returns the loss behind a linear layer with these options."""
+    named = {"logits_dtype": None, "logits_soft_cap": None} | without_ignored(options)
+    return LossHead((1,), **named, implementation=implementation)
 
 
 loss = jaxsoftmax.cross_entropy
