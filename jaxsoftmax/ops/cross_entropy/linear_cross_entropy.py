@@ -157,7 +157,7 @@ def linear_cross_entropy(
     | "mean" or "sum", integer or floating labels | 3 | 512 MiB | rounded for each part, in the dtype of `weight` |
     | the same, `return_lse` or `return_entropy` differentiated | 7, 6 for floating labels | 512 MiB | as above, twice |
     | "none", and float16, integer labels | 4 | 384 MiB, with gradients | rounded once |
-    | "none", and float16, floating labels | 4 | 512 MiB, and their gradient | rounded for each part |
+    | "none", and float16, floating labels | 4 | 512 MiB, the weight's gradient twice more | rounded for each part |
 
     With `reduction` "mean" or "sum" the gradients are computed together with the losses, for a part of the rows at a time, and
     replace the logits in memory; with float32 logits they stand beside them. If rows are weighted by what is known before the
