@@ -3,7 +3,8 @@
     uv run examples/grpo_tiny.py              # on a CPU: four digits, in minutes; a bar says how long it still takes
     uv run examples/grpo_tiny.py --digits 5   # a longer task
     uv run examples/grpo_tiny.py --resume     # go on after Ctrl-C, with identical results
-    uv run --extra cuda13 examples/grpo_tiny.py --vocabulary 151936 --batch 4096    # as many logits as a large model, on a GPU
+    # As many logits as a large model has, on a GPU, where kernels that keep them in registers take the last layer in 16 bits:
+    uv run --extra cuda13 examples/grpo_tiny.py --vocabulary 151936 --batch 4096 --last-layer bfloat16
 
 A problem is a row of random digits, and its answer the same digits in rising order. The reward of an answer is the share of
 its places that hold the right digit, about 0.1 for an untrained policy. No right answer is ever shown to the policy. Each
@@ -18,7 +19,8 @@ tokens again, with gradients, and the entropies of their distributions. `log_pro
 are masked by a bias, for samples and losses alike, so that the ratio of the first update is 1. To learn them away is no
 choice here: almost no answer of an untrained policy would hold a digit, all rewards of a group would be 0, and GRPO learns
 from differences within a group alone. (A pretrained model has learned which tokens to use before.) The masked logits are
-computed as all others are, and are part of the memory and the time.
+computed as all others are, and are part of the memory and the time. --last-layer rounds what the last layer multiplies, for
+samples and losses alike.
 
 Reward, entropy and divergence are printed, and drawn in learning.png. Results and checkpoints go to --out, too.
 """
@@ -57,7 +59,20 @@ TESTED = 1000  # problems that the finished policy is tested on
 # over the tokens of its answers the entropy of the policy and its divergence from the reference policy, in nats.
 METRICS = {"reward": "reward", "solved": "solved", "entropy": "entropy (nats)", "kl": "KL to the reference (nats)"}
 # The settings that determine the numbers of a run. A resumed run must share them with the run that it continues.
-RECORDED = ("steps", "batch", "group", "digits", "updates", "width", "heads", "layers", "attention", "vocabulary", "lr")
+RECORDED = (
+    "steps",
+    "batch",
+    "group",
+    "digits",
+    "updates",
+    "width",
+    "heads",
+    "layers",
+    "attention",
+    "vocabulary",
+    "last_layer",
+    "lr",
+)
 RECORDED += ("temperature", "clip", "kl_weight", "entropy_weight", "seed")
 
 
@@ -119,7 +134,8 @@ def make_run(args: argparse.Namespace) -> Run:
         def answer(tokens: jax.Array, inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
             key, place = inputs
             hidden = jax.lax.dynamic_index_in_dim(policy(tokens[:, :-1]), place, 1, keepdims=False)
-            logits = hidden @ policy.weight[...] + bias[None, :]
+            factors = hidden.astype(args.last_layer), policy.weight[...].astype(args.last_layer)
+            logits = jnp.dot(*factors, preferred_element_type=jnp.float32) + bias[None, :]
             token, log_p = jaxsoftmax.categorical(key, logits, temperature=temperature, return_log_prob=True)
             return jax.lax.dynamic_update_index_in_dim(tokens, token, place + 1, 1), (token, log_p)
 
@@ -132,7 +148,7 @@ def make_run(args: argparse.Namespace) -> Run:
         policy = nnx.merge(graph, params)
         ask = jnp.full((len(problems), 1), DIGITS, answers.dtype)
         hidden = policy(jnp.concatenate([problems, ask, answers[:, :-1]], 1))[:, args.digits :]
-        return log_probs(hidden, policy.weight[...], answers, bias, args.temperature)
+        return log_probs(hidden.astype(args.last_layer), policy.weight[...], answers, bias, args.temperature)
 
     def step(reference: nnx.State, state: State) -> State:
         problem_key, sample_key = jax.random.split(jax.random.fold_in(data_key, state.step))
@@ -291,6 +307,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--print-every", whole, 50, "steps between lines that are printed")
     add("--checkpoint-every", whole, 100, "steps between checkpoints")
     add("--out", Path, Path("runs/grpo_tiny"), "where the results go; an older run there stays until this one has its own")
+    dtypes = ("float32", "bfloat16")
+    parser.add_argument(
+        "--last-layer", choices=dtypes, default="float32", help="dtype that its products take (default: float32)"
+    )
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out, bit for bit")
     args = parser.parse_args(argv)
     if args.width % args.heads or args.width // args.heads % 2:

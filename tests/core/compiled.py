@@ -433,22 +433,27 @@ def cross_entropy_cases() -> Iterator[Case]:
         run = functools.partial(_public, jaxsoftmax.linear_cross_entropy, options)
         name = f"cross_entropy linear {dtype} {hidden}x{classes} classes {class_axis} {'cap' * bool(cap)}"
         yield Case(name, (name,), run, operands | {"labels": shaped(300, dtype="int32")})
-        if cap is None:
-            run = functools.partial(_with_gradient_of_log_probs, class_axis)
-            name = f"cross_entropy linear log_probs {dtype} {hidden}x{classes} classes {class_axis}"
-            more = {"tokens": shaped(300, dtype="int32"), "temperature": shaped(300)}
+        for has_bias, scaled in itertools.product((False, True), ("", "scaled", "by scale")):
+            options = {"class_axis": class_axis, "logits_soft_cap": cap}
+            run = functools.partial(_with_gradient_of_log_probs, options, scaled == "by scale")
+            more = {"tokens": shaped(300, dtype="int32")}
+            more |= ({"temperature": shaped(300)} if scaled else {}) | ({"bias": shaped(classes)} if has_bias else {})
+            kind = " ".join([str(class_axis), *filter(None, ["cap" * bool(cap), "bias" * has_bias, scaled])])
+            name = f"cross_entropy linear log_probs {dtype} {hidden}x{classes} classes {kind}"
             yield Case(name, (name,), run, operands | more)
 
 
-def _with_gradient_of_log_probs(class_axis, given):
-    """Runs both kernels of `linear_log_probs`."""
-    tokens, temperature = given["tokens"], given["temperature"]
+def _with_gradient_of_log_probs(options, wants_temperature, given):
+    """Runs both kernels of `linear_log_probs`, with an entropy if there is a temperature."""
+    tokens, bias = given["tokens"], given.get("bias")
+    options = options | {"return_entropy": "temperature" in given}
 
-    def loss(hidden, weight):
-        options = {"class_axis": class_axis, "temperature": temperature, "return_entropy": True}
-        return sum(map(jnp.sum, jaxsoftmax.linear_log_probs(hidden, weight, tokens, **options)))
+    def loss(hidden, weight, temperature):
+        results = jaxsoftmax.linear_log_probs(hidden, weight, tokens, bias=bias, temperature=temperature, **options)
+        return sum(map(jnp.sum, results if options["return_entropy"] else [results]))
 
-    return jax.value_and_grad(loss, (0, 1))(given["hidden"], given["weight"])
+    wrt = (0, 1, 2) if wants_temperature else (0, 1)
+    return jax.value_and_grad(loss, wrt)(given["hidden"], given["weight"], given.get("temperature"))
 
 
 def divergence_cases() -> Iterator[Case]:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 from jaxsoftmax._core.target import HOPPER
+from jaxsoftmax._gpu import fused
 from jaxsoftmax.ops.cross_entropy import linear_terms, parts, xla
 from jaxsoftmax.ops.cross_entropy.loss import LogProbHead
 from jaxsoftmax.ops.cross_entropy.mosaic_sm90 import linear_loss
@@ -112,9 +113,15 @@ def test_other_operands_have_their_logits_made_part_by_part(shape, dtype, weight
     assert [decision.primitive for decision in inner] == ["cross_entropy"]
 
 
-@pytest.mark.parametrize("options", [{"label_smoothing": 0.1}, {"logits_soft_cap": 30.0}, {"bias": np.zeros(256)}])
-def test_other_options_have_their_logits_made_part_by_part(options):
-    outer, inner = jaxsoftmax.explain(functools.partial(loss, **options), *types(128, 64, 256, 1, "bfloat16"), platform="cuda")
+@pytest.mark.parametrize("options", [{"logits_soft_cap": 30.0}, {"bias": np.zeros(256)}, {"temperature": 0.7}])
+def test_options_that_the_kernel_has(options):
+    (decision,) = jaxsoftmax.explain(functools.partial(loss, **options), *types(128, 64, 256, 1, "bfloat16"), platform="cuda")
+    assert (decision.primitive, decision.implementation) == ("linear_log_probs", "mosaic")
+
+
+def test_smoothing_has_its_logits_made_part_by_part():
+    f = functools.partial(loss, label_smoothing=0.1)
+    outer, inner = jaxsoftmax.explain(f, *types(128, 64, 256, 1, "bfloat16"), platform="cuda")
     assert (outer.primitive, outer.implementation, inner.primitive) == ("linear_log_probs", "xla", "cross_entropy")
 
 
@@ -291,15 +298,38 @@ def temperatures(rows):
     return np.linspace(0.4, 2.1, rows, dtype=np.float32)
 
 
-def check_log_probs(found, arrays, class_axis, temperature):
+# The bias and the cap of logits in tests.
+LAYERS = {"bias": (True, None), "cap": (False, 5.0), "bias and cap": (True, 5.0)}
+LEFT_OUT = -1e8  # a bias below leaves a class without weight, if there is no cap
+
+
+def bias_of(classes, has_bias):
+    """Some classes have no weight, and all of the second tile have none; None without a bias."""
+    bias = np.random.default_rng(1).standard_normal(classes).astype(np.float32)
+    bias[::5], bias[1::7], bias[3::11] = -np.inf, -1e9, np.finfo(np.float32).min
+    bias[256:512] = -np.inf
+    return bias if has_bias else None
+
+
+@pytest.fixture
+def plain_functions(monkeypatch):
+    """Traces functions of registers as functions of arrays: the interpreter knows no registers."""
+    monkeypatch.setattr(fused, "fused", lambda function, static, arrays, layout: function(*static, *arrays))
+    monkeypatch.setattr(fused, "reciprocal", lambda a: 1 / a)
+
+
+def check_log_probs(found, arrays, class_axis, temperature, bias=None, cap=None):
     """Holds log-probabilities, entropies and log-sum-exps against those of logits in float64."""
     hidden, weight, tokens = arrays
     rows = np.linspace(0, len(tokens) - 1, min(len(tokens), 200)).astype(int)
     with jax.enable_x64(True):
         scores, sizes = map(np.asarray, scores_and_sizes(hidden[rows], weight if class_axis == 1 else weight.T))
+    if bias is not None:
+        bias = np.float64(bias)
+        scores, sizes = scores + bias, np.where(bias < LEFT_OUT, 0, sizes + np.abs(bias))
     inverse = 1.0 if temperature is None else np.float64(np.float32(1) / temperature[rows, None])
     tokens, inside = tokens[rows], (tokens[rows] >= 0) & (tokens[rows] < scores.shape[1])
-    truth = losses_oracle.log_probs(scores * inverse, np.where(inside, tokens, 0))
+    truth = losses_oracle.log_probs(scores, np.where(inside, tokens, 0), scale=inverse, logits_soft_cap=cap)
     # Tensor cores truncate what they add up. An entropy errs by the spread of scores that err by as much.
     more = 8 * oracle.EPS * np.sqrt(hidden.shape[1]) * np.max(sizes * inverse, 1)
     log_p, entropy, lse = (np.asarray(each)[rows] for each in found)
@@ -328,6 +358,74 @@ def test_interpreted_log_probs_are_right(shape, is_scaled):
     log_p, lse = (score[:, 0] - m) * inverse - np.log(d), m * inverse + np.log(d)
     log_p = np.where((tokens >= 0) & (tokens < shape[2]), log_p, np.nan)
     check_log_probs((log_p, np.log(d) - exponents / d, lse), (hidden, weight, tokens), shape[3], temperature)
+
+
+def run_log_probs(head, operands):
+    """The results of `linear_log_probs` with an entropy, by a kernel of two blocks."""
+    problem_of = functools.partial(plans.linear_problem_of, head, return_entropy=True)
+    return kernels.interpreted(lambda given: plans.run(problem_of, given, replace(HOPPER, multiprocessors=2)), operands)
+
+
+@pytest.mark.usefixtures("plain_functions")
+@pytest.mark.parametrize("is_scaled", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [
+        pytest.param(shape, kind, marks=cases.slow_unless((i + j) % 3 == 0))
+        for i, shape in enumerate(SHAPES)
+        for j, kind in enumerate(LAYERS)
+    ],
+    ids=cases.ident,
+)
+def test_interpreted_log_probs_with_a_bias_or_a_cap_are_right(shape, kind, is_scaled):
+    hidden, weight, tokens = given(*shape, "bfloat16", factor=4)
+    has_bias, cap = LAYERS[kind]
+    bias = bias_of(shape[2], has_bias)
+    operands = {"hidden": hidden, "weight": weight, "labels": jnp.asarray(tokens)[:, None]}
+    operands |= {"scale": 1 / jnp.asarray(temperatures(len(tokens)))} if is_scaled else {}
+    operands |= {"bias": jnp.asarray(bias)} if has_bias else {}
+    m, d, score, exponents = map(np.float64, run_log_probs(LogProbHead(shape[3], cap, None), operands))
+    temperature = temperatures(len(tokens)) if is_scaled else None
+    inverse = 1 / np.float64(temperature) if is_scaled else 1.0
+    log_p, lse = (score[:, 0] - m) * inverse - np.log(d), m * inverse + np.log(d)
+    log_p = np.where((tokens >= 0) & (tokens < shape[2]), log_p, np.nan)
+    found = log_p, np.log(d) - exponents / d, lse
+    check_log_probs(found, (hidden, weight, tokens), shape[3], temperature, bias, cap)
+
+
+@pytest.mark.parametrize("is_scaled", [True, False])
+def test_interpreted_log_probs_of_rows_without_a_class_have_an_empty_state(is_scaled):
+    hidden, weight, tokens = given(130, 72, 300, 1, "bfloat16")
+    operands = {"hidden": hidden, "weight": weight, "labels": jnp.asarray(tokens)[:, None], "bias": jnp.full(300, -jnp.inf)}
+    operands |= {"scale": 1 / jnp.asarray(temperatures(130))} if is_scaled else {}
+    m, d, score, exponents = run_log_probs(LogProbHead(1, None, None), operands)
+    for number in (m, d, exponents):
+        np.testing.assert_array_equal(number, 0)
+    np.testing.assert_array_equal(score[:, 0], np.where((tokens >= 0) & (tokens < 300), -np.inf, 0))
+
+
+@pytest.mark.parametrize("hidden_by", [-1e9, np.finfo(np.float32).min, -np.inf])
+def test_interpreted_log_probs_of_classes_that_a_bias_leaves(hidden_by):
+    """A bias leaves a tenth of the first tile, as `examples/grpo_tiny.py` does, in pieces of the weight."""
+    hidden, weight, tokens = given(128, 64, 600, 1, "bfloat16", factor=4)
+    tokens = tokens % 10
+    bias = jnp.where(jnp.arange(600) < 10, 0, hidden_by).astype(np.float32)
+    operands = {"hidden": hidden, "weight": weight, "labels": jnp.asarray(tokens)[:, None], "bias": bias}
+    m, d, score, exponents = map(np.float64, run_log_probs(LogProbHead(1, None, None), operands))
+    found = score[:, 0] - m - np.log(d), np.log(d) - exponents / d, m + np.log(d)
+    check_log_probs(found, (hidden, weight[:, :10], tokens), 1, None)
+
+
+def test_interpreted_log_probs_of_a_weight_that_is_copied_in_pieces_have_their_own_biases(monkeypatch):
+    shape = (130, 72, 700, 1)
+    monkeypatch.setattr(parts, "MOST", 300 * 72 * 2)
+    hidden, weight, tokens = given(*shape, "bfloat16")
+    assert linear_loss._classes_of_piece(1, weight, hidden.dtype) == 256
+    bias = np.random.default_rng(1).standard_normal(700).astype(np.float16)
+    operands = {"hidden": hidden, "weight": weight, "labels": jnp.asarray(tokens)[:, None], "bias": jnp.asarray(bias)}
+    m, d, score, exponents = map(np.float64, run_log_probs(LogProbHead(1, None, None), operands))
+    log_p = np.where((tokens >= 0) & (tokens < 700), score[:, 0] - m - np.log(d), np.nan)
+    check_log_probs((log_p, np.log(d) - exponents / d, m + np.log(d)), (hidden, weight, tokens), 1, None, bias)
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30])
@@ -380,6 +478,107 @@ def test_interpreted_gradients_of_log_probs_are_right(shape, is_scaled, has_entr
         assert np.linalg.norm(np.float64(a) - np.float64(b)) <= 0.002 * np.linalg.norm(np.float64(b))
 
 
+def state_and_numbers(x, tokens, cap, scale, *, has_entropy=True):
+    """Returns the state of rows of logits in float64, and numbers that multiply derivatives, 0 in rows that do not count."""
+    s = x if cap is None else cap * np.tanh(x / cap)
+    m = np.float32(s.max(1))
+    m = np.where(np.isfinite(m), m, 0)
+    rng = np.random.default_rng(0)
+    numbers = {"m": m, "d": np.exp(scale[:, None] * (s - m[:, None])).sum(1), "a": rng.standard_normal(len(m))}
+    numbers |= {"b": rng.standard_normal((len(m), 1))} | ({"e": rng.standard_normal(len(m))} if has_entropy else {})
+    for name in numbers.keys() - {"m", "d"}:
+        numbers[name][tokens == NO_ROW] = 0
+    return {name: np.float32(number) for name, number in numbers.items()}
+
+
+def gradients_in_float64(hidden, weight, x, tokens, cap, scale, m, d, a, b, e=None):
+    """Computes the derivatives of `linear_log_probs_vjp` at logits `x`; `weight` has the classes along its last axis."""
+    bent = x if cap is None else cap * np.tanh(x / cap)
+    z = np.maximum(scale[:, None] * (bent - np.float64(m)[:, None]), -700)
+    counts = (tokens != NO_ROW) & (d > 0)
+    p = np.where(counts[:, None], np.exp(np.where(counts[:, None], z, 0)) / np.where(d > 0, d, 1)[:, None], 0)
+    p = np.where(bent == -np.inf, 0, p)
+    factor = a[:, None] + (0 if e is None else np.float64(e)[:, None] * z)
+    total = p * factor + b * (np.arange(x.shape[1]) == tokens[:, None])
+    of_scale = np.where(total != 0, total * np.where(total != 0, bent, 0), 0).sum(1)
+    g = total * scale[:, None] * (1 if cap is None else 1 - np.tanh(x / cap) ** 2)
+    return {"hidden": g @ np.float64(weight).T, "weight": np.float64(hidden).T @ g, "bias": g.sum(0), "scale": of_scale}
+
+
+@pytest.mark.usefixtures("plain_functions")
+@pytest.mark.parametrize(
+    ("shape", "kind", "by_scale"),
+    [
+        pytest.param(shape, kind, by_scale, marks=cases.slow_unless((i + j + by_scale) % 4 == 0))
+        for i, shape in enumerate(SHAPES)
+        for j, kind in enumerate([*LAYERS, "neither"])
+        for by_scale in (False, True)
+        if kind != "neither" or by_scale
+    ],
+    ids=cases.ident,
+)
+def test_interpreted_gradients_with_a_bias_or_a_cap_are_right(shape, kind, by_scale, monkeypatch):
+    """Differentiates by all operands, in blocks of classes. The kernel rounds the gradient of logits to 16 bits."""
+    monkeypatch.setattr(linear_terms, "_LEAST_CLASSES", 256)
+    for most in ("_BLOCK", "_ONE_BLOCK"):
+        monkeypatch.setattr(linear_terms, most, 256 * (shape[0] * 2 + 4 * shape[1]))
+    hidden, weight, tokens = given(*shape, "bfloat16", factor=4)
+    has_bias, cap = LAYERS.get(kind, (False, None))
+    bias = bias_of(shape[2], has_bias)
+    tokens = np.where(tokens < shape[2], tokens, -1)
+    if has_bias and cap is None:  # else the derivative by the scale is infinite
+        tokens[bias[tokens] < LEFT_OUT] = 2
+    tokens[7:9] = NO_ROW
+    scale = 1 / temperatures(len(tokens)) if by_scale else np.ones(len(tokens), np.float32)
+    of_class = weight if shape[3] else weight.T
+    x = np.float64(hidden) @ np.float64(of_class) + (0 if bias is None else np.float64(bias))
+    numbers = state_and_numbers(x, tokens, cap, scale, has_entropy=by_scale)
+    operands = {"hidden": hidden, "weight": weight, "labels": tokens[:, None]} | numbers
+    operands |= ({"scale": scale} if by_scale else {}) | ({"bias": bias} if has_bias else {})
+    wrt = ("hidden", "weight", *(["bias"] if has_bias else []), *(["scale"] if by_scale else []))
+
+    def run(operands):
+        problem_of = functools.partial(plans.linear_problem_of, LogProbHead(shape[3], cap, None), wrt=wrt)
+        return plans.run(problem_of, operands, replace(HOPPER, multiprocessors=2))
+
+    found = dict(zip(wrt, kernels.interpreted(run, {name: jnp.asarray(each) for name, each in operands.items()}), strict=True))
+    expected = gradients_in_float64(hidden, of_class, x, tokens, cap, scale, **numbers)
+    found["weight"] = found["weight"] if shape[3] else found["weight"].T
+    for name, gradient in found.items():
+        assert np.all(np.isfinite(np.float64(gradient))), name
+        most = 1e-5 if name == "scale" else 0.004
+        assert np.linalg.norm(np.float64(gradient) - expected[name]) <= most * np.linalg.norm(expected[name]), name
+    if has_bias and cap is None:
+        np.testing.assert_array_equal(np.float64(found["weight"])[:, bias < LEFT_OUT], 0)
+        np.testing.assert_array_equal(found["bias"][bias < LEFT_OUT], 0)
+
+
+@pytest.mark.parametrize("size", [200, -200])
+def test_interpreted_gradients_of_rows_that_do_not_count_are_0(size):
+    """Exponentials of a bias overflow in a row that does not count, or those of zeros beyond the last class in all others."""
+    hidden, weight, tokens = given(128, 64, 300, 1, "bfloat16")
+    tokens[5:9] = NO_ROW
+    hidden = hidden.at[5:9].set(0)
+    bias = np.full(300, size, np.float32)
+    x = np.float64(hidden) @ np.float64(weight) + bias
+    numbers = state_and_numbers(x, tokens, None, np.ones(128, np.float32))
+    for name in "mde":
+        numbers[name][5:9] = 0
+    for name in "abe":
+        numbers[name][20] = 0
+    operands = {"hidden": hidden, "weight": weight, "labels": tokens[:, None], "bias": bias, "scale": np.ones(128, np.float32)}
+
+    def run(operands):
+        problem_of = functools.partial(plans.linear_problem_of, LogProbHead(1, None, None), wrt=("hidden", "scale"))
+        return plans.run(problem_of, operands, replace(HOPPER, multiprocessors=2))
+
+    of_hidden, of_scale = kernels.interpreted(run, jax.tree.map(jnp.asarray, operands | numbers))
+    for gradient in (np.float64(of_hidden), np.float64(of_scale)):
+        assert np.all(np.isfinite(gradient))
+        np.testing.assert_array_equal(gradient[[5, 6, 7, 8, 20]], 0)
+        assert np.all(np.any(np.delete(gradient.reshape(128, -1), [5, 6, 7, 8, 20], 0), 1))
+
+
 @pytest.mark.parametrize("shape", cases.every_other(SHAPES), ids=cases.ident)
 def test_gradients_of_log_probs_are_lowered(shape):
     def loss(hidden, weight, tokens):
@@ -388,26 +587,41 @@ def test_gradients_of_log_probs_are_lowered(shape):
     kernels.lowered_for_cuda(jax.grad(loss, (0, 1)), *types(*shape, "bfloat16"), kernels=[LOG_PROBS, GRADIENT])
 
 
-def test_a_gradient_by_the_temperature_is_left_to_the_reference():
-    def loss(temperature, hidden, weight, tokens):
-        return jnp.sum(jaxsoftmax.linear_log_probs(hidden, weight, tokens, temperature=temperature))
+@pytest.mark.parametrize("kind", [*LAYERS, "neither"])
+def test_a_bias_a_cap_and_the_gradient_by_the_temperature_take_the_kernels(kind):
+    has_bias, cap = LAYERS.get(kind, (False, None))
 
-    temperature = jax.ShapeDtypeStruct((), np.float32)
-    explanation = jaxsoftmax.explain(jax.grad(loss), temperature, *types(128, 64, 256, 1, "bfloat16"), platform="cuda")
-    runs = {decision.primitive: decision for decision in explanation}
-    assert runs["linear_log_probs"].implementation == "mosaic"
-    assert runs["linear_log_probs_vjp"].implementation == "xla"
-    assert "no kernel differentiates by the temperature" in runs["linear_log_probs_vjp"].refusals[0][1]
+    def loss(hidden, weight, temperature, bias, tokens):
+        options = {"temperature": temperature, "bias": bias if has_bias else None, "logits_soft_cap": cap}
+        return sum(map(jnp.sum, jaxsoftmax.linear_log_probs(hidden, weight, tokens, return_entropy=True, **options)))
+
+    hidden, weight, tokens = types(200, 128, 576, 1, "bfloat16")
+    temperature, bias = jax.ShapeDtypeStruct((200,), np.float32), jax.ShapeDtypeStruct((576,), np.float32)
+    by = (0, 1, 2, 3) if has_bias else (0, 1, 2)
+    arrays = hidden, weight, temperature, bias, tokens
+    kernels.lowered_for_cuda(jax.grad(loss, by), *arrays, kernels=[LOG_PROBS, GRADIENT])
 
 
-@pytest.mark.parametrize(
-    ("options", "n"), [({"bias": np.zeros(256)}, None), ({"logits_soft_cap": 30.0}, None), ({}, 2)], ids=str
-)
-def test_other_log_probs_have_their_logits_made_part_by_part(options, n):
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_examples_that_share_the_weight_are_rows_of_one_call_if_they_share_the_bias(is_shared):
+    def f(hidden, tokens, bias, weight):
+        return jaxsoftmax.linear_log_probs(hidden, weight, tokens, bias=bias, temperature=0.7)
+
     hidden, weight, tokens = types(128, 64, 256, 1, "bfloat16")
-    tokens = tokens if n is None else jax.ShapeDtypeStruct((128, n), np.int32)
-    f = functools.partial(jaxsoftmax.linear_log_probs, **options)
-    outer, inner = jaxsoftmax.explain(f, hidden, weight, tokens, platform="cuda")
+    hidden, tokens = (jax.ShapeDtypeStruct((3, *array.shape), array.dtype) for array in (hidden, tokens))
+    bias = jax.ShapeDtypeStruct((256,) if is_shared else (3, 256), np.float32)
+    arrays, mapped = (hidden, tokens, bias, weight), jax.vmap(f, (0, 0, None if is_shared else 0, None))
+    if is_shared:
+        kernels.lowered_for_cuda(mapped, *arrays, kernels=[LOG_PROBS])
+    else:
+        decision = jaxsoftmax.explain(mapped, *arrays, platform="cuda")[0]
+        assert "the examples of a batch must share the bias" in decision.refusals[0][1]
+
+
+def test_tokens_beside_each_other_have_their_logits_made_part_by_part():
+    hidden, weight, _ = types(128, 64, 256, 1, "bfloat16")
+    tokens = jax.ShapeDtypeStruct((128, 2), np.int32)
+    outer, inner = jaxsoftmax.explain(jaxsoftmax.linear_log_probs, hidden, weight, tokens, platform="cuda")
     assert (outer.primitive, outer.implementation, inner.primitive) == ("linear_log_probs", "xla", "cross_entropy")
 
 
@@ -436,6 +650,61 @@ def test_native_log_probs(shape, dtype, is_scaled):
     found = f(*arrays)
     check_log_probs(found, arrays, shape[3], temperature)
     assert [np.asarray(each).tobytes() for each in found] == [np.asarray(each).tobytes() for each in f(*arrays)]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("is_scaled", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [*SHAPES, *LARGE], ids=cases.ident)
+def test_native_log_probs_with_a_bias_or_a_cap(shape, dtype, is_scaled, kind):
+    arrays = given(*shape, dtype, 4)
+    has_bias, cap = LAYERS[kind]
+    bias, temperature = bias_of(shape[2], has_bias), temperatures(shape[0]) if is_scaled else None
+    options = {"class_axis": shape[3], "logits_soft_cap": cap, "return_entropy": True, "return_lse": True}
+    options |= {"bias": bias, "temperature": None if temperature is None else jnp.asarray(temperature)}
+    f = jax.jit(functools.partial(jaxsoftmax.linear_log_probs, **options))
+    cases.assert_ran("mosaic", f, *arrays)
+    found = f(*arrays)
+    check_log_probs(found, arrays, shape[3], temperature, bias, cap)
+    assert [np.asarray(each).tobytes() for each in found] == [np.asarray(each).tobytes() for each in f(*arrays)]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("kind", [*LAYERS, "neither"])
+@pytest.mark.parametrize("shape", [(1000, 256, 50257, 1), (3001, 128, 32000, 0), (130, 192, 264, 0)], ids=cases.ident)
+def test_native_gradients_with_a_bias_or_a_cap(shape, kind):
+    """Differentiates all results together, by all operands, in several blocks of classes."""
+    hidden, weight, tokens = given(*shape, "bfloat16", 4)
+    has_bias, cap = LAYERS.get(kind, (False, None))
+    bias, tokens = bias_of(shape[2], has_bias), np.clip(tokens, 0, shape[2] - 1)
+    if has_bias and cap is None:  # else results are infinite
+        tokens[bias[tokens] < LEFT_OUT] = 2
+    weight = weight if shape[3] == 1 else weight.T
+    cotangents = np.random.default_rng(0).standard_normal((3, shape[0])).astype(np.float32)
+    options = {"logits_soft_cap": cap, "return_entropy": True, "return_lse": True}
+
+    def ours(hidden, weight, temperature, bias):
+        weight = weight if shape[3] == 1 else weight.T
+        more = options | {"class_axis": shape[3], "bias": bias, "temperature": temperature}
+        found = jaxsoftmax.linear_log_probs(hidden, weight, tokens, **more)
+        return sum(jnp.sum(c * each) for c, each in zip(cotangents, found, strict=True))
+
+    def whole(hidden, weight, temperature, bias):
+        logits = jnp.dot(hidden.astype(jnp.float32), weight.astype(jnp.float32), precision="highest")
+        logits = logits if bias is None else logits + bias
+        found = jaxsoftmax.log_probs(logits, tokens, scale=1 / temperature, **options)
+        return sum(jnp.sum(c * each) for c, each in zip(cotangents, found, strict=True))
+
+    arrays = hidden, weight, jnp.asarray(temperatures(shape[0])), None if bias is None else jnp.asarray(bias)
+    by = (0, 1, 2, 3) if has_bias else (0, 1, 2)
+    cases.assert_ran("mosaic", jax.jit(jax.grad(ours, by)), *arrays)
+    found, expected = (jax.jit(jax.grad(f, by))(*arrays) for f in (ours, whole))
+    for a, b, most in zip(found, expected, (0.004, 0.004, 2e-4, 0.004), strict=False):
+        assert np.all(np.isfinite(np.float64(a)))
+        assert np.linalg.norm(np.float64(a) - np.float64(b)) <= most * np.linalg.norm(np.float64(b))
 
 
 @pytest.mark.gpu
@@ -549,7 +818,7 @@ def test_native_results_and_gradients_of_losses(shape, kind, reduction, logits_d
 
     arrays = hidden, weight, jnp.asarray(temperatures(shape[0])), labels
     f, truth = (jax.jit(jax.value_and_grad(f, (0, 1, 2), has_aux=True)) for f in (ours, whole))
-    cases.assert_ran("mosaic", f, *arrays, without=["linear_log_probs_vjp", "cross_entropy_jvp"])  # by the temperature
+    cases.assert_ran("mosaic", f, *arrays)
     ((_, results), gradients), ((_, expected), of_whole) = f(*arrays), truth(*arrays)
     is_rounded = logits_dtype is None and (reduction == "mean" or kind == "probabilities")
     for found, true in zip(results, expected, strict=True):

@@ -99,9 +99,9 @@ def test_draws_the_curves(finished):
     assert {path.name for path in finished.iterdir()} == {"checkpoints", "learning.png", "results.json"}
 
 
-@pytest.mark.parametrize("vocabulary", [10, 1000])
-def test_samples_and_losses_have_the_same_log_probabilities(example, tmp_path, vocabulary):
-    args = parsed(example, tmp_path, vocabulary=vocabulary, temperature=0.7)
+@pytest.mark.parametrize(("vocabulary", "last_layer"), [(10, "float32"), (1000, "float32"), (1000, "bfloat16")])
+def test_samples_and_losses_have_the_same_log_probabilities(example, tmp_path, vocabulary, last_layer):
+    args = parsed(example, tmp_path, vocabulary=vocabulary, last_layer=last_layer, temperature=0.7)
     run = example.make_run(args)
     problems = jax.random.randint(jax.random.key(1), (128, 2), 0, 10)
     answers, log_p = run.sample(run.state.params, problems, jax.random.key(2))

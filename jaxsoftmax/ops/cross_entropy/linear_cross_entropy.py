@@ -171,7 +171,7 @@ def linear_cross_entropy(
 
     On NVIDIA Hopper GPUs a kernel that keeps no logits in memory computes the losses for `reduction="none"`, for float16,
     and for a "mean" or "sum" that is not differentiated, of integer labels. It needs 12 bytes for each row and 256 classes
-    instead. It takes `hidden` of 16 bits, without `bias`, `label_smoothing` or `logits_soft_cap`. It copies a
+    instead. It takes `hidden` of 16 bits, without `label_smoothing`. It copies a
     weight of another dtype, in pieces of 256 MiB. It also copies a weight whose `H` is not a multiple of 64, or whose number
     of classes is not a multiple of 64 (8 with `class_axis=0`). On several devices the kernel runs inside a `shard_map` over
     all mesh axes, or if all mesh axes are explicit.

@@ -145,9 +145,8 @@ def linear_log_probs(
     that share the weight are rows of one call. For several tokens in a row the logits of all of them come from the same
     product.
 
-    On NVIDIA Hopper GPUs a kernel computes the results without logits in memory, if `hidden` has 16 bits, each row has one
-    token, and there is neither a bias nor a cap. Another one computes the gradient of logits, unless that by the
-    temperature is asked for too. Else kernels read the float32 logits of a part or block.
+    On NVIDIA Hopper GPUs a kernel computes the results without logits in memory, if `hidden` has 16 bits and each row has
+    one token. Another one computes the gradient of logits. Else kernels read the float32 logits of a part or block.
 
     Sharded classes: each device multiplies by its part of the weight, and neither weights nor logits are gathered. One
     collective merges the states of the rows.

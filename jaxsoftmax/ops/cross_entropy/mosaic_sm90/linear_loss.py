@@ -2,14 +2,16 @@
 
 Blocks multiply tiles of 128 rows by 256 classes: a warpgroup copies operands to shared memory, and two others multiply 64 rows
 each. What they have of each row in a tile becomes a state, the maximum and the sum of the exponentials, and the score of the
-label if it is there; for an entropy also the sum of exponentials times exponents. XLA merges the states. Scores are sums in
-float32, which are not rounded.
+label if it is there; for an entropy also the sum of exponentials times exponents. XLA merges the states. Logits are sums in
+float32, which are not rounded. A bias is added to them, and a cap bends them, in registers.
 
 The gradient of logits multiplies once more, and has the states: what it has of each tile becomes the gradient of the logits
-there, which is the result. XLA multiplies it by the weight and by the hidden states.
+there, which is the result. XLA multiplies it by the weight and by the hidden states. For the gradient by the scale it adds up,
+for each row and tile, the gradient of the scores times the scores.
 """
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +26,7 @@ from jaxsoftmax import online
 from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._core.target import ONE_DEVICE, Target
+from jaxsoftmax._gpu import fused
 from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax.ops.cross_entropy import linear_terms, parts, xla
 from jaxsoftmax.ops.softmax.across_devices import merge_stacked
@@ -61,15 +64,11 @@ def plan(problem: Problem, target: Target) -> LinearLossPlan | Refusal:
         return Refusal(f"it has no kernel for {problem.operation.name}", lacks_kernel=True)
     if problem.devices:
         return Refusal("it does not merge over devices")
-    if "bias" in problem.operands or problem.params["head"].logits_soft_cap is not None:
-        return Refusal("no kernel adds a bias, or caps logits")
     if problem.params.get("return_total", False) or "c" in problem.operands:
         return Refusal("no kernel adds up scores, as label smoothing does")
     if problem.operands["labels"].shape[-1] != 1:
         return Refusal(f"a kernel finds one label of a row, got {problem.operands['labels'].shape[-1]}")
     is_gradient = problem.operation is linear_terms.LINEAR_LOG_PROBS_VJP
-    if is_gradient and "scale" in problem.params["wrt"]:
-        return Refusal("no kernel differentiates by the temperature")
     if is_gradient and len(problem.operands["labels"].shape) > 2:
         return Refusal("the examples of a batch have gradients of the weight of their own")
     hidden, weight = problem.operands["hidden"], problem.operands["weight"]
@@ -79,6 +78,8 @@ def plan(problem: Problem, target: Target) -> LinearLossPlan | Refusal:
         return Refusal("there are no rows")
     if math.prod(weight.shape[:-2]) != 1:
         return Refusal(f"the examples of a batch must share the weight, got {math.prod(weight.shape[:-2])} weights")
+    if "bias" in problem.operands and math.prod(problem.operands["bias"].shape[:-1]) != 1:
+        return Refusal("the examples of a batch must share the bias")
     if not math.prod(weight.shape[-2:]):
         return Refusal(f"weight must have entries, got shape {weight.shape}")
     return LinearLossPlan(problem, target.multiprocessors)
@@ -87,9 +88,9 @@ def plan(problem: Problem, target: Target) -> LinearLossPlan | Refusal:
 def _log_prob_terms(blocks, params, operands) -> list[jax.Array]:
     """Computes the results of linear_log_probs. A scale is positive, or NaN."""
 
-    def of_one(hidden, weight, labels, scale=None):
-        options = {"scale": scale, "return_entropy": params.get("return_entropy", False)}
-        m, d, score, *exponents = _numbers(params["head"].class_axis, blocks, hidden, weight, labels[:, 0], **options)
+    def of_one(hidden, weight, labels, **options):
+        options["return_entropy"] = params.get("return_entropy", False)
+        m, d, score, *exponents = _numbers(params["head"], blocks, hidden, weight, labels[:, 0], **options)
         return [m, d, score[:, None], *exponents]
 
     return linear_terms.of_batch(of_one, operands, ONE_DEVICE)
@@ -97,7 +98,7 @@ def _log_prob_terms(blocks, params, operands) -> list[jax.Array]:
 
 def _gradients(blocks, params, operands) -> list[jax.Array]:
     """Computes the results of linear_log_probs_vjp; XLA makes two of the three products."""
-    gradient = functools.partial(_gradient_of_logits, params["head"].class_axis, blocks)
+    gradient = functools.partial(_gradient_of_logits, params["head"], blocks, "scale" in params["wrt"])
     own = operands["hidden"].dtype.itemsize
     return linear_terms.gradients_by_blocks(params["head"], params["wrt"], gradient, own, **operands)
 
@@ -108,24 +109,27 @@ _COMPUTE = {
 }
 
 
-def _numbers(class_axis, blocks, hidden, weight, labels, scale=None, return_entropy=False) -> list[jax.Array]:
+def _numbers(head, blocks, hidden, weight, labels, bias=None, scale=None, return_entropy=False) -> list[jax.Array]:
     """Computes the state `(m, d)` of each row, the score of its label, 0 if that is no class, and what an entropy needs."""
-    rows, classes = hidden.shape[0], weight.shape[class_axis]
+    rows, class_axis = hidden.shape[0], head.class_axis
+    classes = weight.shape[class_axis]
     of_rows = [] if scale is None else [_padded(scale * _LOG2E, _TILE_ROWS)]
     pieces: list[list[jax.Array]] = []
     size = _classes_of_piece(class_axis, weight, hidden.dtype)
     for start in range(0, classes, size):
-        piece = lax.slice_in_dim(weight, start, min(start + size, classes), axis=class_axis)
+        end = min(start + size, classes)
+        piece = lax.slice_in_dim(weight, start, end, axis=class_axis)
         if pieces:  # only one copy of a piece is in memory
             piece, _ = lax.optimization_barrier((piece, pieces[-1]))
         operands = _operands(class_axis, hidden, piece, labels - start)
         own = piece.shape[class_axis]
         pieces.append(
             _launch(
-                functools.partial(_reduce, has_scale=scale is not None, classes=own),
-                class_axis,
+                functools.partial(_reduce, has_scale=scale is not None, has_bias=bias is not None, classes=own),
+                head,
                 blocks,
                 (*operands, *of_rows),
+                None if bias is None else bias[start:end],
                 [jax.ShapeDtypeStruct((pl.cdiv(own, _CLASSES), len(operands[2])), jnp.float32)] * (3 + return_entropy),
                 name="linear_log_probs_mosaic",
             )
@@ -140,28 +144,34 @@ def _numbers(class_axis, blocks, hidden, weight, labels, scale=None, return_entr
     return [online.shift(m), d, score, *exponents]
 
 
-def _gradient_of_logits(class_axis, blocks, hidden, layer, labels, m, d, a=None, b=None, e=None, scale=None):
-    """Computes `LogProbHead.gradient` of a layer without bias and cap, by a scale that is positive, and None for that by it."""
+def _gradient_of_logits(head, blocks, wants_scale, hidden, layer, labels, m, d, a=None, b=None, e=None, scale=None):
+    """Computes `LogProbHead.gradient` of a layer, by a scale that is positive."""
     weight, rows = layer["weight"], hidden.shape[0]
-    classes, zeros = weight.shape[class_axis], jnp.zeros(rows, jnp.float32)
-    hidden, weight, padded, has_label = _operands(class_axis, hidden, weight, labels[:, 0])
+    classes, zeros = weight.shape[head.class_axis], jnp.zeros(rows, jnp.float32)
+    hidden, weight, padded, has_label = _operands(head.class_axis, hidden, weight, labels[:, 0])
     factor = 1.0 if scale is None else scale
     counts = (labels[:, 0] != xla.NO_ROW) & (d != 0)
     a, e = (zeros if each is None else jnp.where(counts, each * factor / jnp.where(counts, d, 1), 0) for each in (a, e))
+    b = zeros if b is None else b[:, 0] * factor
     unit = _LOG2E * factor
-    # In base 2, the exponent is `(x - m) * unit`, and the weight times `a + e * exponent` is the gradient.
-    numbers = [zeros + unit, jnp.where(counts, m, 0), a, zeros if b is None else b[:, 0] * factor]
+    # In base 2, the exponent is `(x - m) * unit`, and the weight times `a + e * exponent` is the gradient. A row that does not
+    # count has weights of 0: those of a bias alone may be infinite.
+    numbers = [zeros + unit, jnp.where(counts, m, jnp.inf), a, b]
     numbers += [] if e is zeros else [e / _LOG2E]
-    (gradient,) = _launch(
-        functools.partial(_differentiate, has_entropy=e is not zeros),
-        class_axis,
+    sums = [jax.ShapeDtypeStruct(has_label.shape[:1] + padded.shape, jnp.float32)] if wants_scale else []
+    gradient, *of_scale = _launch(
+        functools.partial(_differentiate, has_entropy=e is not zeros, classes=classes),
+        head,
         blocks,
         (hidden, weight, padded, has_label, *[_padded(number.astype(jnp.float32), _TILE_ROWS) for number in numbers]),
-        [jax.ShapeDtypeStruct((len(padded), -(-classes // 64) * 64), hidden.dtype)],
+        layer.get("bias"),
+        [jax.ShapeDtypeStruct((len(padded), -(-classes // 64) * 64), hidden.dtype), *sums],
         name="linear_log_probs_gradient_mosaic",
         staged=True,
     )
-    return gradient[:rows, :classes], None
+    if wants_scale:  # a row whose numbers all are 0 may hold anything
+        of_scale = [jnp.where((a != 0) | (b != 0) | (e != 0), jnp.sum(sums, 0)[:rows] / factor, 0) for sums in of_scale]
+    return gradient[:rows, :classes], of_scale[0] if wants_scale else None
 
 
 def _operands(class_axis, hidden, weight, labels) -> list[jax.Array]:
@@ -173,24 +183,27 @@ def _operands(class_axis, hidden, weight, labels) -> list[jax.Array]:
     return [hidden, weight, padded, jnp.any(has_label, -1).astype(jnp.int32)]
 
 
-def _launch(epilogue, class_axis, blocks, operands, out_type, *, name, staged=False) -> list[jax.Array]:
+def _launch(epilogue, head, blocks, operands, bias, out_type, *, name, staged=False) -> list[jax.Array]:
     """Multiplies hidden states by the weight, tile by tile, and runs `epilogue` on each tile of a consumer.
 
     Args:
-      epilogue: `epilogue(tile, product, numbers of rows, results, staging)` stores what results have of a tile.
-      class_axis: axis of the weight that has the classes.
+      epilogue: `epilogue(tile, logits, numbers of rows, results, staging)` stores what results have of a tile.
+      head: says which axis of the weight has the classes, and the cap of logits.
       blocks: number of blocks.
       operands: hidden states, weight, labels, tiles that have a label, and numbers of rows, all in whole tiles.
+      bias: number of each class that is added to products, or None.
       out_type: types of the results.
       name: name of the kernel.
       staged: True to give each consumer shared memory as large as its tile in 16 bits, in place of one stage.
     """
     dtype, stages = operands[0].dtype, _STAGES - staged
     swizzled = plgpu.TilingTransform((8, _DEPTH)), plgpu.SwizzleTransform(128)
-    slot = (_CLASSES, _DEPTH) if class_axis == 0 else (_DEPTH, _CLASSES)
+    slot = (_CLASSES, _DEPTH) if head.class_axis == 0 else (_DEPTH, _CLASSES)
+    of_classes = [] if bias is None else [_padded(bias.astype(jnp.float32), _CLASSES)]
+    counts = len(operands) - 4, len(of_classes), len(out_type)
     staging = [plgpu.SMEM((_CONSUMERS, _ROWS, _CLASSES), dtype, transforms=swizzled)] if staged else []
     return kernel_of(
-        functools.partial(_kernel, epilogue=epilogue, class_axis=class_axis, counts=(len(operands) - 4, len(out_type))),
+        functools.partial(_kernel, epilogue=epilogue, head=head, counts=counts),
         out_type=out_type,
         grid=(blocks,),
         grid_names=("block",),
@@ -205,7 +218,7 @@ def _launch(epilogue, class_axis, blocks, operands, out_type, *, name, staged=Fa
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=name,
-    )(*operands)
+    )(*operands, *of_classes)
 
 
 def _classes_of_piece(class_axis, weight, dtype) -> int:
@@ -228,11 +241,12 @@ def _padded(array, *units):
     return jnp.pad(array, [(0, -size % unit) for size, unit in zip(array.shape, units, strict=True)])
 
 
-def _kernel(*refs, epilogue, class_axis, counts):
-    """Multiplies tile by tile. `counts` are those of the numbers of rows, and of the results."""
+def _kernel(*refs, epilogue, head, counts):
+    """Multiplies tile by tile. `counts` are those of the numbers of rows, of a bias, and of the results."""
     hidden, weight, labels, has_label, *refs = refs
-    numbers, results, refs = refs[: counts[0]], refs[counts[0] : sum(counts)], refs[sum(counts) :]
-    slots, staging = refs[:4], refs[4:]  # stages of both operands; barriers that tell that they are full, and empty again
+    others = iter(refs)
+    numbers, bias, results = (list(itertools.islice(others, count)) for count in counts)
+    slots, *staging = list(itertools.islice(others, 4)), *others  # stages of both operands; barriers: full, and empty again
     steps = hidden.shape[1] // _DEPTH
     tiles = hidden.shape[0] // _TILE_ROWS, has_label.shape[0]
     warpgroup = lax.axis_index("warpgroup")
@@ -246,7 +260,7 @@ def _kernel(*refs, epilogue, class_axis, counts):
 
         return end
 
-    pl.when(warpgroup == _CONSUMERS)(lambda: _produce(hidden, weight, slots, class_axis, each_tile))
+    pl.when(warpgroup == _CONSUMERS)(lambda: _produce(hidden, weight, slots, head.class_axis, each_tile))
 
     @pl.when(warpgroup < _CONSUMERS)
     def _():
@@ -257,9 +271,12 @@ def _kernel(*refs, epilogue, class_axis, counts):
 
         def compute(row, column, before):
             number = row * _CONSUMERS + warpgroup
-            tile = LogitTile(column, pl.ds(number * _ROWS, _ROWS), labels, has_label[column, number] > 0)
-            product = _multiply(slots, warpgroup, steps, class_axis, before)
-            epilogue(tile, product, numbers, results, [stage.at[warpgroup] for stage in staging])
+            rows, has_own_label = pl.ds(number * _ROWS, _ROWS), has_label[column, number] > 0
+            tile = LogitTile(column, rows, labels, has_own_label, head.logits_soft_cap)
+            x = _multiply(slots, warpgroup, steps, head.class_axis, before)
+            for numbers_of_classes in bias:
+                x += lax.broadcast_in_dim(tile.along_columns(numbers_of_classes), x.shape, (1,))
+            epilogue(tile, x, numbers, results, [stage.at[warpgroup] for stage in staging])
 
         each_tile(compute)
         if staging:
@@ -274,20 +291,33 @@ class LogitTile:
     rows: Any
     labels: Any  # of all rows
     has_label: Any  # True if one of its rows has its label in it
+    soft_cap: float | None  # of logits
 
     @property
     def first(self) -> Any:
         """The number of its first class."""
         return self.column * _CLASSES
 
-    def is_label(self, shape) -> Any:
-        """Marks the labels of rows that are in the tile."""
-        label = plgpu.load(self.labels.at[self.rows], layout=_LAYOUT.reduce(1), optimized=False) - self.first
+    def is_label(self, shape, first=0) -> Any:
+        """Marks the labels of rows among the columns of this shape that start at `first`."""
+        label = plgpu.load(self.labels.at[self.rows], layout=_LAYOUT.reduce(1), optimized=False) - self.first - first
         return _columns(shape) == lax.broadcast_in_dim(label, shape, (0,))
 
     def number(self, numbers) -> Any:
         """Returns the numbers of its rows."""
         return plgpu.load(numbers.at[self.rows], layout=_LAYOUT.reduce(1), optimized=False)
+
+    def of_own_classes(self, x, classes, otherwise, first=0) -> Any:
+        """Replaces columns beyond the last class in those that start at `first`."""
+
+        def without_others(x):
+            return jnp.where(_columns(x.shape) < classes - first - self.first, x, otherwise)
+
+        return lax.cond(self.first + _CLASSES > classes, without_others, lambda x: x, x) if classes % _CLASSES else x
+
+    def along_columns(self, numbers) -> Any:
+        """Returns the numbers of its classes."""
+        return plgpu.load(numbers.at[pl.ds(self.first, _CLASSES)], layout=_LAYOUT.reduce(0), optimized=False)
 
 
 def _columns(shape):
@@ -348,29 +378,28 @@ def _multiply(slots, warpgroup, steps, class_axis, before):
     return product
 
 
-def _reduce(tile, product, numbers, results, staging, *, has_scale, classes):
-    """Reduces the scores of a tile to the states of its rows."""
+def _reduce(tile, x, numbers, results, staging, *, has_scale, has_bias, classes):
+    """Reduces the logits of a tile to the states of its rows."""
     del staging
     maxima, sums, scores, *exponents = results
     at = tile.column, tile.rows
+    if tile.soft_cap is not None:
+        x = fused.fused(_capped, (tile.soft_cap,), [x], _LAYOUT)
 
     @pl.when(tile.has_label)
     def _():
-        scores[at] = jnp.sum(jnp.where(tile.is_label(product.shape), product, 0.0), 1)
+        scores[at] = jnp.sum(jnp.where(tile.is_label(x.shape), x, 0.0), 1)
 
-    if classes % _CLASSES:
-
-        def without_others(x):
-            return jnp.where(_columns(x.shape) < classes - tile.first, x, -jnp.inf)
-
-        product = lax.cond(tile.first + _CLASSES > classes, without_others, lambda x: x, product)
-    m = jnp.max(product, 1)
+    x = tile.of_own_classes(x, classes, -jnp.inf)
+    m = jnp.max(x, 1)
     maxima[at] = m
-    if has_scale:  # the difference first: at low temperatures the products are so large that they are rounded by more than 1
-        below = product - _along_rows(online.shift(m), product.shape)
-        exponent = below * _along_rows(tile.number(numbers[0]), product.shape)
+    # The difference first: at low temperatures the scores, and with a bias all scores of a tile, may be so large that their
+    # products are rounded by more than 1, or are infinite.
+    if has_scale or has_bias:
+        below = x - _along_rows(online.shift(m), x.shape)
+        exponent = below * (_along_rows(tile.number(numbers[0]), x.shape) if has_scale else _LOG2E)
     else:
-        exponent = product * _LOG2E - _along_rows(online.shift(m) * _LOG2E, product.shape)
+        exponent = x * _LOG2E - _along_rows(online.shift(m) * _LOG2E, x.shape)
     weights = jnp.exp2(exponent)
     sums[at] = jnp.sum(weights, 1)
     for sums_of_exponents in exponents:
@@ -378,16 +407,48 @@ def _reduce(tile, product, numbers, results, staging, *, has_scale, classes):
         sums_of_exponents[at] = jnp.sum(weights * bounded, 1) * (1 / _LOG2E)
 
 
-def _differentiate(tile, product, numbers, results, staging, *, has_entropy):
-    """Turns the scores of a tile into their gradient, and stores it by way of shared memory; columns of no class hold any."""
-    (gradient,), (stage,) = results, staging
-    unit, m, a, b, *e = (functools.partial(_along_rows, tile.number(each), product.shape) for each in numbers)
-    exponent = (product - m()) * unit()
-    weights = jnp.exp2(exponent)
-    factor = a() + e[0]() * jnp.maximum(exponent, _LEAST_EXPONENT) if has_entropy else a()
-    total = weights * factor
-    total = lax.cond(tile.has_label, lambda x: x + jnp.where(tile.is_label(x.shape), b(), 0.0), lambda x: x, total)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left
-    stage[...] = total.astype(stage.dtype)
+def _differentiate(tile, x, numbers, results, staging, *, has_entropy, classes):
+    """Turns the logits of a tile into their gradient, and stores it by way of shared memory; columns of no class hold any.
+
+    A second result is the sum over the classes of the gradient by the scores times the capped logits.
+    """
+    (gradient, *sums), (stage,) = results, staging
+    numbers, cap, of_scale = [tile.number(each) for each in numbers], tile.soft_cap, []
+    # What needs a score behind its weight takes registers for both, which there are for a part of the columns.
+    is_whole = cap is None and not sums
+    columns = _CLASSES if is_whole else _DEPTH
+    for first in range(0, _CLASSES, columns):
+        score = x if is_whole else lax.slice(x, (0, first), (len(x), first + columns))
+        unit, m, a, b, *e = (functools.partial(_along_rows, number, score.shape) for number in numbers)
+        bent = None if cap is None else fused.fused(_bent, (cap,), [score], _LAYOUT)
+        score = score if bent is None else cap * bent
+        exponent = (score - m()) * unit()
+        weights = jnp.exp2(exponent)
+        factor = a() + e[0]() * jnp.maximum(exponent, _LEAST_EXPONENT) if has_entropy else a()
+
+        def with_label(total, b=b, first=first):
+            return total + jnp.where(tile.is_label(total.shape, first), b(), 0.0)
+
+        total = weights * factor  # a branch for each part would spill registers
+        total = lax.cond(tile.has_label, with_label, lambda total: total, total) if is_whole else with_label(total)
+        if sums:  # the product is NaN if a bias of -inf excludes the class, or if the weight beyond the last class is infinite
+            shares = tile.of_own_classes(jnp.where(total != 0, total * score, 0.0), classes, 0.0, first)
+            of_scale.append(jnp.sum(shares, 1))
+        if bent is not None:
+            total *= 1 - bent * bent
+        if first == 0:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left
+        stage[:, pl.ds(first, columns)] = total.astype(stage.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(stage, gradient.at[tile.rows, pl.ds(tile.first, _CLASSES)])
+    for result in sums:
+        result[tile.column, tile.rows] = functools.reduce(jnp.add, of_scale)
+
+
+def _bent(soft_cap, x):
+    """Returns capped logits in units of the cap."""
+    return fused.tanh(x * (1 / soft_cap))
+
+
+def _capped(soft_cap, x):
+    return soft_cap * _bent(soft_cap, x)
