@@ -694,7 +694,7 @@ def test_native_gradients_with_a_bias_or_a_cap(shape, kind):
 
     def whole(hidden, weight, temperature, bias):
         logits = jnp.dot(hidden.astype(jnp.float32), weight.astype(jnp.float32), precision="highest")
-        logits = logits if bias is None else logits + bias
+        logits = logits if bias is None else logits + bias[None]
         found = jaxsoftmax.log_probs(logits, tokens, scale=1 / temperature, **options)
         return sum(jnp.sum(c * each) for c, each in zip(cotangents, found, strict=True))
 

@@ -554,7 +554,7 @@ def test_check_of_linear_log_probs(tmp_path, capsys):
 
 
 MISSED_LINEAR_DIVERGENCE = [
-    (f"{BOTH} bfloat16 8192x2048x4096x128256 kind=forward_kl", "mosaic", {"us": 1090.0}, "1.09"),
+    (f"{BOTH} bfloat16 8192x2048x4096x128256 kind=forward_kl", "products", {"us": 600.0}, "1.667"),
     (f"{BOTH} bfloat16 5000x3072x2560x50257 kind=forward_kl reduction=none", "products", {"us": 900.0}, "1.111"),
     (f"{BOTH} bfloat16 8192x4096x4096x151936 kind=js", "liger", {"us": 900.0}, "1.111"),
     (f"{BOTH} bfloat16 8192x4096x4096x151936 kind=forward_kl", "mosaic", {"error": 1.5}, "1.5"),
