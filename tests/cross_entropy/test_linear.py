@@ -65,7 +65,7 @@ RESULTS = {"return_lse": True, "return_entropy": True}
 )
 @pytest.mark.usefixtures("parts")
 def test_temperatures_and_all_results(labels, options, reduction):
-    """One backward pass for the cotangents of the loss, the log-sum-exp and the entropy, some of which may be 0."""
+    """One backward pass serves the cotangents of the loss, the log-sum-exp and the entropy; some may be 0."""
     arrays = given() | {"temperature": np.linspace(0.5, 2, 70)}
     if labels == "probabilities":  # they need not add up to 1
         arrays["labels"] = np.random.default_rng(1).random((*ROWS, CLASSES))

@@ -382,7 +382,7 @@ def test_mesh_axes_that_are_none_are_refused(name, axis_name, error, words):
             f(*arrays)
 
 
-@pytest.mark.parametrize("reduction", ["mean", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("of_weight", [P(None, "model"), pytest.param(P(), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.usefixtures("parts")
 def test_vmap_over_an_explicit_axis(of_weight, reduction):

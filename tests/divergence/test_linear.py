@@ -259,7 +259,7 @@ def test_kernels_read_the_logits():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(1000, 256, 192, 50257), (3001, 128, 320, 32000)], ids=cases.ident)
 def test_native_divergences(shape, kind, reduction, monkeypatch):
-    """With gradients by all four arrays and the temperature, in several parts of rows."""
+    """Differentiates by all four arrays and the temperature, in several parts of rows."""
     rows, size, teacher_size, classes = shape
     monkeypatch.setattr(parts, "MOST_WITH_GRADIENT", 512 * classes * 16)
     keys = jax.random.split(jax.random.key(0), 5)

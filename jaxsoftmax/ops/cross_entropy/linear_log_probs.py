@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxsoftmax._core import arguments, compat, sharding
+from jaxsoftmax._core import arguments, sharding
 from jaxsoftmax._core.choose import check_implementation
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax.ops.cross_entropy.api import broadcast_to, countable, index_of
@@ -19,7 +19,7 @@ from jaxsoftmax.ops.cross_entropy.linear_layer import linear_layer, more_operand
 from jaxsoftmax.ops.cross_entropy.linear_results import results_of_rows
 from jaxsoftmax.ops.cross_entropy.loss import LogProbHead
 from jaxsoftmax.ops.cross_entropy.xla import NO_ROW
-from jaxsoftmax.ops.softmax.across_devices import gathered
+from jaxsoftmax.ops.softmax.across_devices import alike_on_all
 
 if TYPE_CHECKING:
     from jaxsoftmax.ops.options import LinearLogProbOptions
@@ -222,11 +222,5 @@ def _stacked(names, head, axis_name, classes, flags, row_axes, class_axes, *arra
     if counts is not None:  # here, not in `results_of_rows`: a cotangent of NaN there would be in the gradient of the weight
         constants = [0.0] * (1 + return_entropy) + [-jnp.inf] * return_lse
         results = [jnp.where(counts.reshape(-1, 1), *pair) for pair in zip(results, constants, strict=True)]
-    stacked = _alike_on_all((*axis_name, *class_axes), jnp.concatenate(results, 1))
+    stacked = alike_on_all((*axis_name, *class_axes), jnp.concatenate(results, 1))
     return stacked.reshape(*rows, stacked.shape[1])
-
-
-def _alike_on_all(axis_name, array):
-    """Returns an array that is the same on all devices as one whose type says so, if a `shard_map` around checks that."""
-    is_typed = bool(axis_name) and compat.varying(array).issuperset(axis_name)
-    return gathered(axis_name, array)[0, 0] if is_typed else array

@@ -126,10 +126,22 @@ def _transpose_of_jvp(cotangents, operands, types, *, return_total=False, return
     wrt = tuple([name.removeprefix("t_") for name in types])
     batch = operands["labels"].shape[:-2]
     if batch and _shares_layer(operands | types):
-        results = bind(LINEAR_LOG_PROBS_VJP, _as_one(operands), wrt=wrt, **params)
+        results = _gradients_of_rows(_as_one(operands), wrt, **params)
         return {name: result.reshape(types[name].shape) for name, result in zip(types, results, strict=True)}
     results = bind(LINEAR_LOG_PROBS_VJP, _with_own_layers(operands, batch), wrt=wrt, **params)
     return {name: _summed_to(result, types[name].shape) for name, result in zip(types, results, strict=True)}
+
+
+def _gradients_of_rows(operands, wrt, **params) -> list[jax.Array]:
+    """Computes gradients of one example. Explicit mesh axes may shard its rows, over which gradients of a layer add up."""
+
+    def local(row_axes, _, *arrays):
+        results = bind(LINEAR_LOG_PROBS_VJP, dict(zip(operands, arrays, strict=True)), wrt=wrt, **params)
+        return [lax.psum(r, row_axes) if name in _OF_CLASSES else r for name, r in zip(wrt, results, strict=True)]
+
+    names = [(None,) * (_OF_CLASSES.get(name, each.ndim - 1)) for name, each in operands.items()]
+    ndims = [0 if name in _OF_CLASSES else 1 for name in wrt]
+    return sharding.on_shards(local, list(operands.values()), names, "classes", ndims)
 
 
 def _transpose_of_vjp(cotangents, operands, types, *, wrt, **params):

@@ -234,6 +234,12 @@ def gathered(axis_name, *numbers):
     return lax.all_gather(stacked, axis_name, axis=1, to=to)
 
 
+def alike_on_all(axis_name: tuple[str, ...], array: jax.Array) -> jax.Array:
+    """Returns an array that is the same on all devices as one whose type says so, if a `shard_map` around checks that."""
+    is_typed = bool(axis_name) and compat.varying(array).issuperset(axis_name)
+    return gathered(axis_name, array)[0, 0] if is_typed else array
+
+
 def mesh_axes(cuts) -> tuple[str, ...]:
     """Returns the mesh axes over which rows are sharded."""
     return tuple([axis for cut in cuts.values() for axis in cut.over])
