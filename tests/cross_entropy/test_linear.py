@@ -294,8 +294,11 @@ def test_forward_mode_and_second_derivatives(options, reduction):
 
         @jax.jit
         def run(wrt):
-            tangents = jax.tree.map(jnp.cos, wrt)
-            return jax.jvp(total, (wrt,), (tangents,)), jax.jvp(jax.grad(total), (wrt,), (tangents,))[1]
+            tangents, gradient = jax.tree.map(jnp.cos, wrt), jax.grad(total)
+            twice = jax.grad(
+                lambda wrt: sum(jnp.vdot(*pair) for pair in zip(*map(jax.tree.leaves, (gradient(wrt), tangents)), strict=True))
+            )
+            return jax.jvp(total, (wrt,), (tangents,)), jax.jvp(gradient, (wrt,), (tangents,))[1], twice(wrt)
 
         return run(wrt)
 

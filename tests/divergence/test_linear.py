@@ -120,6 +120,36 @@ def test_second_derivatives(kind):
 
 
 @X64
+@pytest.mark.parametrize("kind", ["js", "tv"])
+@pytest.mark.usefixtures("in_parts")
+def test_a_class_that_both_exclude_changes_nothing(kind):
+    """A bias of -inf excludes it. The other divergences exclude it from the mean of a logarithm alone."""
+    arrays, without = given(), given()
+    for prefix in ("", "teacher_"):
+        arrays[f"{prefix}bias"][5] = -np.inf
+        without[f"{prefix}bias"], without[f"{prefix}weight"] = (
+            np.delete(without[f"{prefix}{name}"], 5, -1) for name in ("bias", "weight")
+        )
+    (value, gradients, _), (expected, of_others, _) = (
+        with_derivatives(by_parts, each, kind=kind) for each in (arrays, without)
+    )
+    for name in ("bias", "weight", "teacher_bias", "teacher_weight"):
+        np.testing.assert_array_equal(gradients[name][..., 5], 0)
+        gradients[name] = np.delete(gradients[name], 5, -1)
+    oracle.assert_same_in_float64((value, gradients), (expected, of_others))
+
+
+@X64
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.usefixtures("in_parts")
+def test_without_hidden_units_logits_are_biases(reduction):
+    arrays = given()
+    for prefix in ("", "teacher_"):
+        arrays[f"{prefix}hidden"], arrays[f"{prefix}weight"] = np.zeros((*ROWS, 0)), np.zeros((0, CLASSES))
+    oracle.assert_same_in_float64(*(with_derivatives(f, arrays, reduction=reduction) for f in (by_parts, whole)))
+
+
+@X64
 def test_axes_of_classes_may_differ():
     arrays = given()
     expected = whole(arrays)

@@ -42,8 +42,8 @@ def of_rows(head: Head, layers: tuple[Layer, ...], rows: dict[str, jax.Array]) -
         return head.of_rows(layer, rows)
 
     def part(sums, *arrays):
-        hidden, own = arrays[: len(layers)], dict(zip(rows, arrays[len(layers) :], strict=True))
-        return sums, head.results(_logits(head, layers, hidden), own)
+        hidden, of_rows = arrays[: len(layers)], _of_part(rows, arrays[len(layers) :])
+        return sums, head.results(_logits(head, layers, hidden), of_rows)
 
     arrays = [*(layer["hidden"] for layer in layers), *rows.values()]
     # In reverse mode each part adds to the gradient of the weight, too.
@@ -103,7 +103,7 @@ def _with_gradients(
     with_hidden = [at for at, names in enumerate(wanted.layers) if "hidden" in names]
 
     def part(sums, *arrays):
-        hidden, of_rows, c = arrays[: len(layers)], dict(zip(rows, arrays[len(layers) : -1], strict=True)), arrays[-1]
+        hidden, of_rows, c = arrays[: len(layers)], _of_part(rows, arrays[len(layers) : -1]), arrays[-1]
         logits = _logits(head, layers, hidden)
         results, gradients, found = head.with_gradients(logits, of_rows, c, wanted, hidden[0].dtype)
         more, of_hidden = {}, {}
@@ -129,6 +129,14 @@ def _with_gradients(
     for (at, name), total in sums.items():
         by_layers[at][name] = total
     return results, by_layers, by_rows
+
+
+def _of_part(names, arrays) -> dict[str, jax.Array]:
+    """Returns what belongs to the rows of a part by name."""
+    rows = dict(zip(names, arrays, strict=True))
+    if "scale" in rows:  # 0 in rows that fill up the part, where a bias of -inf would become NaN
+        rows["scale"] = jnp.where(rows["scale"] == 0, 1, rows["scale"])
+    return rows
 
 
 def _logits(head: Head, layers, hidden) -> list[jax.Array]:

@@ -59,7 +59,7 @@ def by_parts(function, most: int, bytes_of_row: Any, arrays: list[jax.Array]) ->
     zeros = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
     carry = jax.tree.unflatten(tree, sharding.vary_alike([in_parts[0], *zeros])[1:])
     (sums, results), _ = lax.scan(step, carry, jnp.arange(parts))
-    return sums, [array.reshape(-1, *array.shape[2:])[:rows] for array in results]
+    return sums, [array.reshape(parts * rows_of_part, *array.shape[2:])[:rows] for array in results]
 
 
 def sizes(rows: Any, bytes_of_row: Any, most: int) -> tuple[Any, int]:

@@ -140,7 +140,8 @@ def _transpose_of_jvp(cotangents, operands, types, *, dtype, return_total, retur
     return {"t": t}
 
 
-def _transpose_of_vjp(cotangents, operands, types, *, dtype, **params):
+def _transpose_of_vjp(cotangents, operands, types, *, dtype, replaces=False, **params):
+    del replaces  # results of rows take no memory of `x`
     kind, has_total, has_entropy = accumulator(operands["x"].dtype, dtype), "c" in types, "e" in types
     options = {"return_total": has_total, "return_entropy": has_entropy}
     numbers = bind(CROSS_ENTROPY_JVP, operands | {"t": cotangents[0]}, dtype=kind, **options, **params)

@@ -182,4 +182,7 @@ def _softmax(x, scale, **options) -> jax.Array:
     """Computes a softmax that the arithmetic does not round to the dtype of the logits."""
     x = x.astype(accumulator(x.dtype))
     lse = logsumexp(x, -1, scale=scale, keepdims=True, **options)
-    return jnp.exp((x if scale is None else x * scale[:, None]) - lse)
+    if scale is not None:  # what a bias of -inf excludes has no derivative by the scale: 0 * inf is NaN
+        excluded = x == -jnp.inf
+        x = jnp.where(excluded, x, jnp.where(excluded, 0, x) * scale[:, None])
+    return jnp.exp(x - lse)
