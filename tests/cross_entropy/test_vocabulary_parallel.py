@@ -261,6 +261,40 @@ def test_all_results_of_a_linear_layer(labels, reduction, how):
     oracle.assert_same_in_float64(actual, expected)
 
 
+@pytest.mark.parametrize("reduction", ["sum", pytest.param("none", marks=pytest.mark.slow)])
+@CHECKS
+def test_second_derivatives_of_a_linear_layer(check_vma, reduction, request):
+    """By the temperature too, which the merge of states must not count twice."""
+    if reduction == "none":
+        request.getfixturevalue("parts")
+    arrays = given(rows=(256,), classes=CLASSES) | {"temperature": np.linspace(0.5, 2, 256)}
+    place = {name: P() for name in arrays} | {"weight": P(None, "model"), "bias": P("model")}
+    labels, wrt = arrays.pop("labels"), arrays
+
+    def second(f):
+        gradient = jax.grad(lambda wrt: jnp.sum(jnp.sin(f(wrt | {"labels": labels}))))
+        return jax.jit(lambda wrt: jax.jvp(gradient, (wrt,), (jax.tree.map(jnp.cos, wrt),))[1])(wrt)
+
+    expected = second(functools.partial(whole, reduction=reduction))
+    local = functools.partial(by_parts, axis_name="model", reduction=reduction)
+    with jax.set_mesh(make_mesh(AxisType.Auto)):
+        actual = second(mapped(local, (place,), P(), check_vma))
+    oracle.assert_same_in_float64(actual, expected)
+
+
+@CHECKS
+@pytest.mark.usefixtures("parts")
+def test_second_derivatives_by_the_temperature_of_parts_that_devices_share_are_refused(check_vma):
+    arrays, temperature = given(rows=(256,), classes=CLASSES), np.linspace(0.5, 2, 256)
+    place = {name: P() for name in arrays} | {"weight": P(None, "model"), "bias": P("model"), "temperature": P()}
+    with jax.set_mesh(make_mesh(AxisType.Auto)):
+        f = mapped(functools.partial(by_parts, axis_name="model", reduction="sum"), (place,), P(), check_vma)
+        gradient = jax.grad(lambda temperature: f(arrays | {"temperature": temperature}))
+        assert gradient(temperature).shape == (256,)
+        with pytest.raises(NotImplementedError, match=r'not differentiated by the temperature .* take reduction="none"'):
+            jax.jvp(gradient, (temperature,), (temperature,))
+
+
 def test_gradients_inside_a_shard_map_that_checks_what_varies():
     arrays = given(rows=(64,), classes=CLASSES)
     arrays.pop("sample_weight"), arrays.pop("bias")

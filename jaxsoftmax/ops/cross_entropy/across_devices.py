@@ -88,7 +88,8 @@ def merge_terms(terms, labels, dtype, cuts, scale=None, return_entropy=False, re
     (cut,) = cuts.values()
     exponents = terms[-1] if return_entropy else None
     parts = terms[:-1] if return_entropy else terms
-    m, d, chosen, *sums = merge_states(*parts, cuts=cuts, scale=scale, exponents=exponents)
+    # `d` alone carries derivatives, those of `scale` too: see `_lse_and_state` in `softmax/across_devices.py`.
+    m, d, chosen, *sums = merge_states(*parts, cuts=cuts, scale=lax.stop_gradient(scale), exponents=exponents)
     chosen = jnp.where((labels >= 0) & (labels < cut.size), chosen, jnp.nan)
     options = {"dtype": dtype, "scale": scale, "return_entropy": return_entropy, "return_state": return_state}
     return xla.results_of(labels, m, d, chosen, *sums, **options)

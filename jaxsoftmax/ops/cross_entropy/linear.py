@@ -23,7 +23,7 @@ from jaxsoftmax._core import sharding
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax.ops.cross_entropy import parts
 from jaxsoftmax.ops.cross_entropy.loss import Head, LossHead, Wanted
-from jaxsoftmax.ops.cross_entropy.parts import by_parts, product
+from jaxsoftmax.ops.cross_entropy.parts import by_parts, product, sizes
 from jaxsoftmax.ops.softmax.across_devices import is_zero
 
 Layer = dict[str, jax.Array]  # `hidden` `[rows, H]`, `weight` with the classes along one axis, and `bias` `[classes]` or none
@@ -64,6 +64,12 @@ def _jvp(head, primals, tangents):
     layers, rows, factors = primals
     t_layers, t_rows = [_moving(layer) for layer in tangents[0]], _moving(tangents[1])
     wanted = Wanted(tuple(map(tuple, t_layers)), tuple(t_rows))
+    if (
+        head.axis_name
+        and "scale" in rows
+        and sizes(len(factors), _bytes_of_row(head, layers, wanted.layers), _most(layers))[1] > 1
+    ):
+        rows = rows | {"scale": _not_twice(rows["scale"])}
     (losses, *others), by_layers, by_rows = _with_gradients(head, layers, rows, factors, wanted)
     # The transpose of these products scales the gradients by the cotangent of the sum.
     moving = [*zip(by_layers, t_layers, strict=True), (by_rows, t_rows)]
@@ -73,6 +79,24 @@ def _jvp(head, primals, tangents):
     moved = sum([jnp.sum(a.astype(total.dtype) * t.astype(total.dtype)) for a, t in pairs], start=jnp.zeros_like(total))
     t_others = _tangents_of_others(head, layers, rows, t_layers, t_rows) if others else []
     return (total, others), (sharding.varying_as([moved], [total])[0], sharding.varying_as(t_others, others))
+
+
+@jax.custom_jvp
+def _not_twice(scale: jax.Array) -> jax.Array:
+    """Returns the scale, and raises NotImplementedError if a derivative is differentiated by it.
+
+    JAX 0.11.2 computes wrong derivatives of the gradient by the scale if a loop over parts has merged the states of devices:
+    those of the same parts without a loop are right, and so are tangents of tangents.
+    """
+    return scale
+
+
+@_not_twice.defjvp
+def _no_second_derivative(primals, tangents):
+    raise NotImplementedError(
+        "gradients of a mean or sum are not differentiated by the temperature where devices share the classes and rows are"
+        ' computed in several parts; take reduction="none"'
+    )
 
 
 def _moving(tangents: dict[str, Any]) -> dict[str, jax.Array]:

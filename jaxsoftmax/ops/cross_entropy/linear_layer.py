@@ -130,7 +130,7 @@ def _local_losses(function, head, names, classes, reduction, flags, keeps, row_a
     layers = [{name: operands.pop(prefix + name) for name in _OF_LAYER if prefix + name in operands} for prefix in prefixes]
     hidden, labels, counts = layers[0]["hidden"], operands.get("labels"), None
     is_partial = "sample_weight" in operands or keeps is not None
-    ones = jnp.sum(hidden[..., :0], -1, dtype=accumulator(hidden.dtype)) + 1  # sharded as the rows are
+    ones = jnp.sum(lax.stop_gradient(hidden)[..., :0], -1, dtype=accumulator(hidden.dtype)) + 1  # sharded as the rows are
     rows, factors = ones.shape, operands.pop("sample_weight", ones)
     if labels is not None and jnp.issubdtype(labels.dtype, jnp.integer):
         operands["labels"] = index_of(labels, all_classes)

@@ -179,7 +179,7 @@ def results_of(labels, m, d, chosen, *sums, dtype, scale=None, return_entropy=Fa
     if return_entropy:  # a sum of two numbers that are not negative
         sums[-1] = log_d - sums[-1] / d
     above = chosen - m if scale is None else saved_exponent(chosen, m, scale)
-    results = [number.astype(dtype) for number in (log_d - above, lse_of(m, d, scale), *sums)]
+    results = [number.astype(dtype) for number in (log_d - above, lse_of(m, d, lax.stop_gradient(scale)), *sums)]
     return [*results, m, d] if return_state else results
 
 

@@ -21,7 +21,6 @@ from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
 from jaxsoftmax.ops.divergence import primitive, xla
 from jaxsoftmax.ops.softmax.across_devices import (
-    alike_on_all,
     gathered,
     is_zero,
     local_mask,
@@ -134,10 +133,8 @@ def _jvp_of_mixture(axis_name, params, primals, tangents):
     numbers = lax.psum(jnp.stack(numbers), axis_name)
     of_d, of_y_d, *of_sums = primitive.tangents_of_sums(weight, params["axes"], saved, moving, numbers)
     of_sums = lax.psum(jnp.stack(of_sums), axis_name)
-    # A scale that is alike on all devices may have a type that varies over them.
-    of_d, of_y_d = (alike_on_all(axis_name, tangent) for tangent in (of_d, of_y_d))
-    zero = jnp.zeros_like(of_d)
-    found = [primitive.tangent_of_mixture(weight, results, numbers), zero, of_d, zero, of_y_d, *of_sums]
+    zeros = [jnp.zeros_like(m) for m in (results[1], results[3])]  # unlike `d`, they do not vary where a scale does
+    found = [primitive.tangent_of_mixture(weight, results, numbers), zeros[0], of_d, zeros[1], of_y_d, *of_sums]
     return results, sharding.varying_as(found, results)
 
 
