@@ -535,7 +535,7 @@ WRONG = {
         TypeError,
         "hidden must have 16 bits or more, .* got float8_e5m2",
     ),
-    "labels": (F | {"labels": F["labels"] > 3}, {}, TypeError, "labels must be integers, got bool"),
+    "labels": (F | {"labels": F["labels"] > 3}, {}, TypeError, "labels must be integers or floating, got bool"),
     "floating labels": (
         F | {"labels": F["sample_weight"]},
         {},

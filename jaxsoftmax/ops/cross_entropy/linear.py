@@ -107,11 +107,10 @@ def _moving(tangents: dict[str, Any]) -> dict[str, jax.Array]:
 def _tangents_of_others(head, layers, rows, t_layers, t_rows) -> list[jax.Array]:
     """Computes the tangents of the results after the losses, by products of their own if anything depends on them."""
 
-    def others(layers, rows_):
-        kept = [layer | moving for layer, moving in zip(fixed, layers, strict=True)]
-        return of_rows(head, tuple(kept), rows | rows_)[1:]
+    def others(of_layers, of_rows_):
+        whole = [layer | own for layer, own in zip(layers, of_layers, strict=True)]
+        return of_rows(head, tuple(whole), rows | of_rows_)[1:]
 
-    fixed = layers
     moving = [{name: layer[name] for name in t} for layer, t in zip(layers, t_layers, strict=True)]
     return jax.jvp(others, (moving, {name: rows[name] for name in t_rows}), (t_layers, t_rows))[1]
 

@@ -82,7 +82,8 @@ def linear_cross_entropy(
         an embedding. It is cast to the dtype of `hidden`. Its gradient is summed over parts in the dtype of `weight`;
         float32 loses the least precision.
       labels: integers that broadcast to `[*rows]`, the class of each row; or floating, the weight of each class, which
-        broadcast to `[*rows, classes]`. For the softmax of a teacher's layer see `linear_divergence`.
+        broadcast to `[*rows, classes]`. Those are an array as large as logits, which is written out if they broadcast, and
+        copied if rows are in several parts. For the softmax of a teacher's layer see `linear_divergence`.
       bias: floating array that broadcasts to `[classes]`; None (the default) for no bias.
       sample_weight: real array that broadcasts to `[*rows]`, the weight of each row's loss; None (the default) for 1. A
         row of weight 0 may hold anything: its loss is 0 and has no derivative.
@@ -156,7 +157,7 @@ def linear_cross_entropy(
     |---|---|---|---|
     | "mean" or "sum", integer or floating labels | 3 | 512 MiB | rounded for each part, in the dtype of `weight` |
     | the same, `return_lse` or `return_entropy` differentiated | 7, 6 for floating labels | 512 MiB | as above, twice |
-    | "none", and float16, integer labels | 4 | 384 MiB, with gradients | rounded once |
+    | "none", and float16, integer labels | 4 | 384 to 768 MiB, with gradients | rounded once |
     | "none", and float16, floating labels | 4 | 512 MiB, the weight's gradient twice more | rounded for each part |
 
     With `reduction` "mean" or "sum" the gradients are computed together with the losses, for a part of the rows at a time, and
@@ -187,16 +188,18 @@ def linear_cross_entropy(
     flags = arguments.flags(_NAME, return_lse=return_lse, return_entropy=return_entropy)
     hidden, weight, axis = linear_layer(_NAME, hidden, weight, class_axis)
     labels = arguments.array(_NAME, "labels", labels)
+    if not any(jnp.issubdtype(labels.dtype, kind) for kind in (jnp.integer, jnp.floating)):
+        raise TypeError(f"{_NAME}: labels must be integers or floating, got {labels.dtype}")
     rows, kind, classes = hidden.shape[:-1], accumulator(hidden.dtype), weight.shape[axis]
     options = loss_options(_NAME, kind, label_smoothing, z_loss, logits_soft_cap)
     are_classes, keeps = not jnp.issubdtype(labels.dtype, jnp.floating), None
     if are_classes:
-        labels = broadcast_to("labels", arguments.array(_NAME, "labels", labels, "integers"), rows, _NAME)
+        labels = broadcast_to("labels", labels, rows, _NAME)
         if ignore_index is not None:
             keeps = functools.partial(differs, ignore_index=ignore_index, function=_NAME)
             keeps(jnp.zeros(0, labels.dtype))  # checks it here, not on shards
     else:
-        labels = broadcast_to("labels", labels.astype(kind), (*rows, classes), _NAME)
+        labels = broadcast_to("labels", labels, (*rows, classes), _NAME)
         if ignore_index is not None:
             what = arguments.shown(ignore_index)
             raise ValueError(f"{_NAME}: ignore_index must be None where labels are floating, got {what}")

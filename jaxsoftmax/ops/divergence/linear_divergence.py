@@ -64,7 +64,8 @@ def linear_divergence(
       teacher_hidden: floating array `[*rows, H of the teacher]`, in the dtype of `hidden`.
       teacher_weight: the teacher's weight, with as many classes.
       kind: the divergence, one of the four; "forward_kl" by default.
-      js_weight: share of the teacher in the mixture of "js", a concrete number from 0 to 1; 0.5 by default.
+      js_weight: share of the teacher in the mixture of "js", a concrete number from 0 to 1; 0.5 by default. With 0 and 1 the
+        divergence is 0: take the two of Kullback and Leibler, which are its limits over the share.
       bias: floating array that broadcasts to `[classes]`; None (the default) for no bias.
       teacher_bias: the same for the teacher.
       sample_weight: real array that broadcasts to `[*rows]`, the weight of each row; None (the default) for 1. A row of weight
