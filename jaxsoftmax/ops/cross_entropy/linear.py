@@ -85,8 +85,8 @@ def _jvp(head, primals, tangents):
 def _not_twice(scale: jax.Array) -> jax.Array:
     """Returns the scale, and raises NotImplementedError if a derivative is differentiated by it.
 
-    JAX 0.11.2 computes wrong derivatives of the gradient by the scale if a loop over parts has merged the states of devices:
-    those of the same parts without a loop are right, and so are tangents of tangents.
+    Tangents of the gradient by the scale are wrong if a `lax.scan` over parts computes the terms that devices merge. The cause
+    is not known. Without a scan they are right, and so are tangents of tangents (JAX 0.11.2, also on one device).
     """
     return scale
 
