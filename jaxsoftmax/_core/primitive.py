@@ -129,20 +129,28 @@ def _batch(operation: Operation, operands, dims, *, names, **params):
     return results, [at] * len(results)
 
 
+def jvp_as_reference(operation: Operation, operands, tangents, **params):
+    """Differentiates an operation as its reference; a rule for `set_jvp`."""
+    results = bind(operation, operands, **params)
+    types = [jax.typeof(result) for result in results]
+
+    def reference(moving):
+        return lower.on_reference(operation, operands | moving, types, **params)
+
+    return results, jax.jvp(reference, ({name: operands[name] for name in tangents},), (tangents,))[1]
+
+
 def _jvp_of_linear(operation: Operation, operands, tangents, **params):
     """Differentiates an operation that is linear in some operands: in the others, as its reference."""
-    results = bind(operation, operands, **params)
-    tangents_out: list[Any] = [None] * len(results)
-    if any(name in tangents for name in operation.linear):
-        tangents_out = bind(operation, operands | {name: tangents.get(name) for name in operation.linear}, **params)
-    if others := {name: t for name, t in tangents.items() if name not in operation.linear}:
-        types = [jax.typeof(result) for result in results]
-
-        def reference(primals):
-            return lower.on_reference(operation, operands | primals, types, **params)
-
-        more = jax.jvp(reference, ({name: operands[name] for name in others},), (others,))[1]
-        tangents_out = [b if a is None else ad.add_tangents(a, b) for a, b in zip(tangents_out, more, strict=True)]
+    linear = {name: t for name, t in tangents.items() if name in operation.linear}
+    others = {name: t for name, t in tangents.items() if name not in operation.linear}
+    if others:
+        results, tangents_out = jvp_as_reference(operation, operands, others, **params)
+    else:
+        results, tangents_out = bind(operation, operands, **params), []
+    if linear:
+        moved = bind(operation, operands | {name: linear.get(name) for name in operation.linear}, **params)
+        tangents_out = [ad.add_tangents(*pair) for pair in zip(moved, tangents_out, strict=True)] if others else moved
     return results, tangents_out
 
 

@@ -433,6 +433,14 @@ def cross_entropy_cases() -> Iterator[Case]:
         run = functools.partial(_public, jaxsoftmax.linear_cross_entropy, options)
         name = f"cross_entropy linear {dtype} {hidden}x{classes} classes {class_axis} {'cap' * bool(cap)}"
         yield Case(name, (name,), run, operands | {"labels": shaped(300, dtype="int32")})
+        for has_bias, scaled in itertools.product((False, True), ("", "scaled")):
+            if dtype == "bfloat16":  # float16 has the kernels of log-probabilities
+                options = {"class_axis": class_axis, "logits_soft_cap": cap, "implementation": "mosaic"}
+                more = ({"temperature": shaped(300)} if scaled else {}) | ({"bias": shaped(classes)} if has_bias else {})
+                kind = " ".join([str(class_axis), *filter(None, ["cap" * bool(cap), "bias" * has_bias, scaled])])
+                name = f"cross_entropy linear gradient {hidden}x{classes} classes {kind}"
+                run = functools.partial(_with_gradient_of_losses, options)
+                yield Case(name, (name,), run, operands | {"labels": shaped(300, dtype="int32")} | more)
         for has_bias, scaled in itertools.product((False, True), ("", "scaled", "by scale")):
             options = {"class_axis": class_axis, "logits_soft_cap": cap}
             run = functools.partial(_with_gradient_of_log_probs, options, scaled == "by scale")
@@ -441,6 +449,18 @@ def cross_entropy_cases() -> Iterator[Case]:
             kind = " ".join([str(class_axis), *filter(None, ["cap" * bool(cap), "bias" * has_bias, scaled])])
             name = f"cross_entropy linear log_probs {dtype} {hidden}x{classes} classes {kind}"
             yield Case(name, (name,), run, operands | more)
+
+
+def _with_gradient_of_losses(options, given):
+    """Runs the kernel of a mean loss with its gradients, with an entropy if there is a temperature."""
+    rest = {name: operand for name, operand in given.items() if name not in ("hidden", "weight")}
+
+    def loss(hidden, weight, temperature):
+        more = {} if temperature is None else {"temperature": temperature}
+        return jaxsoftmax.linear_cross_entropy(hidden, weight, **rest | more, **options)
+
+    wrt = (0, 1) if "temperature" not in given else (0, 1, 2)
+    return jax.value_and_grad(loss, wrt)(given["hidden"], given["weight"], given.get("temperature"))
 
 
 def _with_gradient_of_log_probs(options, wants_temperature, given):

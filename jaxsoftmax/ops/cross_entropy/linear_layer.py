@@ -155,7 +155,7 @@ def _local_losses(function, head, names, classes, reduction, flags, keeps, row_a
     if reduction != "none" and hidden.dtype != jnp.float16:
         loss, others = linear.weighted_sum(head, layers, of_rows, flat(factors))
     else:
-        losses, *others = linear.of_rows(head, layers, of_rows)
+        losses, *others = head.of_rows(layers, of_rows)
         losses = factors * losses.reshape(rows)
         loss = losses if reduction == "none" else jnp.sum(losses)
     others = [other.reshape(rows) for other, flag in zip(others, flags, strict=False) if flag]

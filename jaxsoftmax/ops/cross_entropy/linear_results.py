@@ -36,7 +36,7 @@ def results_of_rows(head: "LogProbHead", axis_name: tuple[str, ...], flags: tupl
       operands: those of the primitive by name, with labels that count the classes of all devices.
     """
     own = {"labels": _own_labels(head, axis_name, operands)}
-    params = {"head": head, "implementation": _forced(head), **dict.fromkeys(flags, True)}
+    params = {"head": head, "implementation": forced_on_layer(head.implementation), **dict.fromkeys(flags, True)}
     m, d, chosen, *sums = bind(LINEAR_LOG_PROBS, operands | own, **params)
     labels, scale, has_entropy = operands["labels"], operands.get("scale"), "return_entropy" in flags
     if axis_name:
@@ -60,7 +60,7 @@ def _jvp(head, axis_name, flags, primals, tangents):
     _, _, *others, m, d = results
     moved = {f"t_{name}": t for name, t in moving.items() if name != "labels" and not is_zero(t)}
     known = operands | {"labels": _own_labels(head, axis_name, operands), "m": m, "d": d}
-    params = {"head": head, "implementation": _forced(head), **dict.fromkeys(flags, True)}
+    params = {"head": head, "implementation": forced_on_layer(head.implementation), **dict.fromkeys(flags, True)}
     mean, chosen, *sums = bind(LINEAR_LOG_PROBS_JVP, known | moved, **params)
     if axis_name:
         mean, chosen, *sums = lax.psum([mean, chosen, *sums], axis_name)
@@ -70,9 +70,9 @@ def _jvp(head, axis_name, flags, primals, tangents):
     return results, sharding.varying_as(found, results)
 
 
-def _forced(head: "LogProbHead") -> str | None:
+def forced_on_layer(implementation: str | None) -> str | None:
     """Returns the implementation that must run. If Mosaic has no kernel without logits, its kernels for logits run."""
-    return None if head.implementation == "mosaic" else head.implementation
+    return None if implementation == "mosaic" else implementation
 
 
 def _cuts(head, axis_name, operands) -> dict[int, Cut]:

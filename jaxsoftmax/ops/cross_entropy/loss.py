@@ -18,7 +18,9 @@ from jaxsoftmax._core.operation import Operation
 from jaxsoftmax._core.primitive import bind
 from jaxsoftmax._core.sharding import Cut
 from jaxsoftmax.ops.cross_entropy import across_devices, xla
-from jaxsoftmax.ops.cross_entropy.linear_results import results_of_rows
+from jaxsoftmax.ops.cross_entropy.linear_gradient import LINEAR_CROSS_ENTROPY_GRADIENT
+from jaxsoftmax.ops.cross_entropy.linear_parts import Layer, Wanted, gradients_of_parts, results_of_parts
+from jaxsoftmax.ops.cross_entropy.linear_results import forced_on_layer, results_of_rows
 from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY, CROSS_ENTROPY_GRADIENT, CROSS_ENTROPY_JVP, CROSS_ENTROPY_VJP
 from jaxsoftmax.ops.cross_entropy.xla import NO_CLASS, NO_ROW
 
@@ -27,14 +29,6 @@ def combined(nll, lse, total=None, *, label_smoothing, z_loss, classes):
     """Computes the losses of rows with smoothing and z-loss, from the terms of whole rows."""
     loss = (1 - label_smoothing) * nll + label_smoothing * (lse - total / classes) if label_smoothing else nll
     return loss + z_loss * lse * lse if z_loss else loss
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Names of the operands of each layer, and of rows, that derivatives are wanted of."""
-
-    layers: tuple[tuple[str, ...], ...]
-    rows: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -51,6 +45,16 @@ class Head:
     logits_soft_cap: float | None
     implementation: str | None  # name of the one that must run, or None
     axis_name: tuple[str, ...] = ()  # mesh axes over which devices share the classes
+
+    def of_rows(self, layers: tuple[Layer, ...], rows: dict[str, jax.Array]) -> list[jax.Array]:
+        """Computes the results of all rows from the layers, part by part."""
+        return results_of_parts(self, layers, rows)
+
+    def gradients_of_rows(
+        self, layers: tuple[Layer, ...], rows: dict[str, jax.Array], factors: jax.Array, wanted: Wanted
+    ) -> tuple[list[jax.Array], list[Layer], dict[str, jax.Array]]:
+        """Computes what `gradients_of_parts` returns, for all rows."""
+        return gradients_of_parts(self, layers, rows, factors, wanted)
 
     def results(self, logits: Sequence[jax.Array], rows: dict[str, jax.Array]) -> list[jax.Array]:
         """Computes the losses `[rows]`, and other numbers of rows."""
@@ -104,14 +108,25 @@ class LossHead(Head):
     z_loss: float = 0.0  # factor of `lse**2` in the loss
     return_entropy: bool = False
 
-    def of_rows(self, layer: dict[str, jax.Array], rows: dict[str, jax.Array]) -> list[jax.Array]:
-        """Computes the results of all rows from the layer."""
-        (class_axis,) = self.class_axes
-        head = LogProbHead(class_axis, self.logits_soft_cap, self.implementation)
+    def of_rows(self, layers, rows):
+        """Computes the results of all rows from one layer."""
+        (layer,), head = layers, self.of_log_probs()
         flags = ("return_total",) * (self.label_smoothing > 0) + ("return_entropy",) * self.return_entropy
         operands = layer | rows | {"labels": rows["labels"][:, None]}
         log_p, *terms, _, _ = results_of_rows(head, self.axis_name, flags, operands)
-        return self.of_terms([-log_p[:, 0], *terms], layer["weight"].shape[class_axis])
+        return self.of_terms([-log_p[:, 0], *terms], layer["weight"].shape[head.class_axis])
+
+    def gradients_of_rows(self, layers, rows, factors, wanted):
+        """Computes what `gradients_of_parts` returns, by a primitive if no collective stands between the products."""
+        if self.axis_name:
+            return super().gradients_of_rows(layers, rows, factors, wanted)
+        (layer,), (of_layer,) = layers, wanted.layers
+        params = {"head": self, "wrt": (*of_layer, *wanted.rows), "implementation": forced_on_layer(self.implementation)}
+        found = bind(LINEAR_CROSS_ENTROPY_GRADIENT, layer | rows | {"factors": factors}, **params)
+        n_results = 2 + self.return_entropy
+        gradients = dict(zip(params["wrt"], found[n_results:], strict=True))
+        by_layer, by_rows = ({name: gradients[name] for name in names} for names in (of_layer, wanted.rows))
+        return found[:n_results], [by_layer], by_rows
 
     def with_gradients(self, logits, rows, factors, wanted, dtype):
         """Computes the results and derivatives of `Head`, in the memory of the logits if they have this dtype."""
@@ -132,7 +147,7 @@ class LossHead(Head):
         else:
             gradient, *terms = self._run(CROSS_ENTROPY_GRADIENT, operands, **params)
         terms = [jnp.squeeze(term, 1) for term in terms]
-        found = {"scale": self.share(self._by_scale(factors, scale, terms, classes))} if "scale" in wanted.rows else {}
+        found = {"scale": self.share(self.by_scale(factors, scale, terms, classes))} if "scale" in wanted.rows else {}
         results = self.of_terms(terms, classes)
         return results[: 2 + self.return_entropy], [gradient], found
 
@@ -141,6 +156,10 @@ class LossHead(Head):
         own = jnp.dtype(self.logits_dtype or dtype)
         return own.itemsize + (jnp.dtype(dtype).itemsize if has_gradient and own != dtype else 0)
 
+    def of_log_probs(self) -> "LogProbHead":
+        """Returns the head of the log-probabilities of the labels."""
+        return LogProbHead(self.class_axes[0], self.logits_soft_cap, self.implementation)
+
     def of_terms(self, terms: Sequence[jax.Array], classes: int) -> list[jax.Array]:
         """Computes the results from `nll`, `lse`, the sum of the scores if there is smoothing, and the entropy or nothing."""
         n_terms = 2 + (self.label_smoothing > 0)
@@ -148,7 +167,7 @@ class LossHead(Head):
         losses = combined(*terms[:n_terms], label_smoothing=self.label_smoothing, z_loss=self.z_loss, classes=classes)
         return list(map(self.share, [losses, terms[1], *terms[n_terms:]]))
 
-    def _by_scale(self, factors, scale, terms, classes) -> jax.Array:
+    def by_scale(self, factors, scale, terms, classes) -> jax.Array:
         """Computes the derivative of `sum(factors * losses)` by the scale of scores, from the terms of rows.
 
         The mean of the scores is `lse - entropy`, and a score over the scale is its derivative by the scale.

@@ -22,15 +22,19 @@ def product(a: jax.Array, b: jax.Array, axis_of_a: int, axis_of_b: int, dtype) -
     return lax.dot_general(a, b, (((axis_of_a,), (axis_of_b,)), ((), ())), preferred_element_type=dtype)
 
 
-def by_parts(function, most: int, bytes_of_row: Any, arrays: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
+def by_parts(
+    function, most: int, bytes_of_row: Any, arrays: list[jax.Array], *, is_first_apart: bool = False
+) -> tuple[Any, list[jax.Array]]:
     """Folds a function over parts of the rows.
 
     Args:
       function: `function(sums, *parts of the arrays)` returns the new sums, and results `[rows of the part, ...]`. The sums
-        that it gets first are None if there is one part, else zeros.
+        that it gets first are None if there is one part, or if the first is apart, else zeros.
       most: bytes that the logits of a part take, approximately.
       bytes_of_row: bytes that those of a row take.
       arrays: arrays whose first axis has the rows.
+      is_first_apart: True to compute the first part in front of the loop over the others, which saves the zeros, and adding to
+        them. On automatic axes of several devices that would add up the gradient of the weight over the devices twice.
 
     Returns:
       The sums, and the results of all rows. The last rows of parts may be zeros, whose results are left out. Symbolic sizes
@@ -51,14 +55,15 @@ def by_parts(function, most: int, bytes_of_row: Any, arrays: list[jax.Array]) ->
         return (sums, [lax.dynamic_update_index_in_dim(a, b, i, 1) for a, b in zip(results, new, strict=True)]), None
 
     in_parts = list(map(interleaved, arrays))
-    sum_types, result_types = jax.eval_shape(function, None, *(array[:, 0] for array in in_parts))
-    result_types = [jax.ShapeDtypeStruct((rows_of_part, parts, *kind.shape[1:]), kind.dtype) for kind in result_types]
-    leaves, tree = jax.tree.flatten((sum_types, result_types))
-    # The loop begins with zeros, not with a first part in front of it: that would add up the gradient of the weight over the
-    # devices of sharded rows twice.
+    first = [array[:, 0] for array in in_parts]
+    sums, found = function(None, *first) if is_first_apart else jax.eval_shape(function, None, *first)
+    results = [jax.ShapeDtypeStruct((rows_of_part, parts, *kind.shape[1:]), kind.dtype) for kind in found]
+    leaves, tree = jax.tree.flatten(results if is_first_apart else (sums, results))
     zeros = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
     carry = jax.tree.unflatten(tree, sharding.vary_alike([in_parts[0], *zeros])[1:])
-    (sums, results), _ = lax.scan(step, carry, jnp.arange(parts))
+    if is_first_apart:
+        carry = sums, [array.at[:, 0].set(each) for array, each in zip(carry, found, strict=True)]
+    (sums, results), _ = lax.scan(step, carry, jnp.arange(int(is_first_apart), parts))
     return sums, [array.reshape(parts * rows_of_part, *array.shape[2:])[:rows] for array in results]
 
 

@@ -32,13 +32,13 @@ from jaxsoftmax.ops.cross_entropy import linear_terms, parts, xla
 from jaxsoftmax.ops.softmax.across_devices import merge_stacked
 
 _CONSUMERS = 2
-_ROWS, _CLASSES = 64, 256  # a tile of each consumer
-_TILE_ROWS = _CONSUMERS * _ROWS
+_ROWS, TILE_CLASSES = 64, 256  # a tile of each consumer
+TILE_ROWS = _CONSUMERS * _ROWS
 _DEPTH, _STAGES = 64, 4  # shared memory: hidden units of a stage, and stages
 _SIDE_BY_SIDE = 16  # tiles of rows that blocks go over before the next classes: both operands stay in the L2 cache
-_LAYOUT = plgpu.Layout.WGMMA
-_LOG2E = math.log2(math.e)
-_LEAST_EXPONENT = -1000.0  # in base 2: the weight of a smaller one is 0, and an infinite one times that is NaN
+LAYOUT = plgpu.Layout.WGMMA
+LOG2E = math.log2(math.e)
+LEAST_EXPONENT = -1000.0  # in base 2: the weight of a smaller one is 0, and an infinite one times that is NaN
 
 
 @dataclass(frozen=True)
@@ -50,20 +50,23 @@ class LinearLossPlan:
     remark = None
 
     def describe(self) -> str:
-        stages = _STAGES - (self.problem.operation is linear_terms.LINEAR_LOG_PROBS_VJP)
-        return f"tiles of {_TILE_ROWS} rows by {_CLASSES} classes, {stages} stages, {_CONSUMERS} consumer warpgroups"
+        return describe(has_staging=self.problem.operation is linear_terms.LINEAR_LOG_PROBS_VJP)
 
     def run(self, **operands: Any) -> list[jax.Array]:
         """Computes the results of the operation from its operands."""
         return _COMPUTE[self.problem.operation](self.blocks, self.problem.params, linear_terms.present(**operands))
 
 
+def describe(*, has_staging: bool) -> str:
+    """Describes a kernel that `launch` makes."""
+    stages = _STAGES - has_staging
+    return f"tiles of {TILE_ROWS} rows by {TILE_CLASSES} classes, {stages} stages, {_CONSUMERS} consumer warpgroups"
+
+
 def plan(problem: Problem, target: Target) -> LinearLossPlan | Refusal:
     """Plans a problem of an operation of `linear_terms.py`."""
     if problem.operation not in _COMPUTE:
         return Refusal(f"it has no kernel for {problem.operation.name}", lacks_kernel=True)
-    if problem.devices:
-        return Refusal("it does not merge over devices")
     if problem.params.get("return_total", False) or "c" in problem.operands:
         return Refusal("no kernel adds up scores, as label smoothing does")
     if problem.operands["labels"].shape[-1] != 1:
@@ -71,9 +74,16 @@ def plan(problem: Problem, target: Target) -> LinearLossPlan | Refusal:
     is_gradient = problem.operation is linear_terms.LINEAR_LOG_PROBS_VJP
     if is_gradient and len(problem.operands["labels"].shape) > 2:
         return Refusal("the examples of a batch have gradients of the weight of their own")
+    return refusal_of_layer(problem) or LinearLossPlan(problem, target.multiprocessors)
+
+
+def refusal_of_layer(problem: Problem, dtypes: tuple[str, ...] = ("bfloat16", "float16")) -> Refusal | None:
+    """Returns why kernels for hidden states of these dtypes cannot multiply by the layer, or None."""
+    if problem.devices:
+        return Refusal("it does not merge over devices")
     hidden, weight = problem.operands["hidden"], problem.operands["weight"]
-    if hidden.dtype.name not in ("bfloat16", "float16"):
-        return Refusal(f"hidden must be bfloat16 or float16, got {hidden.dtype}")
+    if hidden.dtype.name not in dtypes:
+        return Refusal(f"hidden must be {' or '.join(dtypes)}, got {hidden.dtype}")
     if not math.prod(hidden.shape[:-1]):
         return Refusal("there are no rows")
     if math.prod(weight.shape[:-2]) != 1:
@@ -82,7 +92,7 @@ def plan(problem: Problem, target: Target) -> LinearLossPlan | Refusal:
         return Refusal("the examples of a batch must share the bias")
     if not math.prod(weight.shape[-2:]):
         return Refusal(f"weight must have entries, got shape {weight.shape}")
-    return LinearLossPlan(problem, target.multiprocessors)
+    return None
 
 
 def _log_prob_terms(blocks, params, operands) -> list[jax.Array]:
@@ -90,7 +100,7 @@ def _log_prob_terms(blocks, params, operands) -> list[jax.Array]:
 
     def of_one(hidden, weight, labels, **options):
         options["return_entropy"] = params.get("return_entropy", False)
-        m, d, score, *exponents = _numbers(params["head"], blocks, hidden, weight, labels[:, 0], **options)
+        m, d, score, *exponents = terms_of_rows(params["head"], blocks, hidden, weight, labels[:, 0], **options)
         return [m, d, score[:, None], *exponents]
 
     return linear_terms.of_batch(of_one, operands, ONE_DEVICE)
@@ -98,7 +108,7 @@ def _log_prob_terms(blocks, params, operands) -> list[jax.Array]:
 
 def _gradients(blocks, params, operands) -> list[jax.Array]:
     """Computes the results of linear_log_probs_vjp; XLA makes two of the three products."""
-    gradient = functools.partial(_gradient_of_logits, params["head"], blocks, "scale" in params["wrt"])
+    gradient = functools.partial(gradient_of_logits, params["head"], blocks, "scale" in params["wrt"])
     own = operands["hidden"].dtype.itemsize
     return linear_terms.gradients_by_blocks(params["head"], params["wrt"], gradient, own, **operands)
 
@@ -109,11 +119,11 @@ _COMPUTE = {
 }
 
 
-def _numbers(head, blocks, hidden, weight, labels, bias=None, scale=None, return_entropy=False) -> list[jax.Array]:
+def terms_of_rows(head, blocks, hidden, weight, labels, bias=None, scale=None, return_entropy=False) -> list[jax.Array]:
     """Computes the state `(m, d)` of each row, the score of its label, 0 if that is no class, and what an entropy needs."""
-    rows, class_axis = hidden.shape[0], head.class_axis
+    class_axis = head.class_axis
     classes = weight.shape[class_axis]
-    of_rows = [] if scale is None else [_padded(scale * _LOG2E, _TILE_ROWS)]
+    of_rows = [] if scale is None else [padded(scale * LOG2E, TILE_ROWS)]
     pieces: list[list[jax.Array]] = []
     size = _classes_of_piece(class_axis, weight, hidden.dtype)
     for start in range(0, classes, size):
@@ -121,51 +131,55 @@ def _numbers(head, blocks, hidden, weight, labels, bias=None, scale=None, return
         piece = lax.slice_in_dim(weight, start, end, axis=class_axis)
         if pieces:  # only one copy of a piece is in memory
             piece, _ = lax.optimization_barrier((piece, pieces[-1]))
-        operands = _operands(class_axis, hidden, piece, labels - start)
+        operands = in_tiles(class_axis, hidden, piece, labels - start)
         own = piece.shape[class_axis]
         pieces.append(
-            _launch(
+            launch(
                 functools.partial(_reduce, has_scale=scale is not None, has_bias=bias is not None, classes=own),
                 head,
                 blocks,
                 (*operands, *of_rows),
                 None if bias is None else bias[start:end],
-                [jax.ShapeDtypeStruct((pl.cdiv(own, _CLASSES), len(operands[2])), jnp.float32)] * (3 + return_entropy),
+                [jax.ShapeDtypeStruct((pl.cdiv(own, TILE_CLASSES), len(operands[2])), jnp.float32)] * (3 + return_entropy),
                 name="linear_log_probs_mosaic",
             )
         )
-    results = pieces[0] if len(pieces) == 1 else [jnp.concatenate(tiles) for tiles in zip(*pieces, strict=True)]
-    tiles = pl.cdiv(classes, _CLASSES)
-    maxima, parts, scores, *exponents = (part[:, :rows] for part in results)
+    of_tiles = pieces[0] if len(pieces) == 1 else [jnp.concatenate(tiles) for tiles in zip(*pieces, strict=True)]
+    return merged(of_tiles, labels, classes, scale)
+
+
+def merged(of_tiles, labels, classes, scale) -> list[jax.Array]:
+    """Merges what rows have in each tile, `[tiles of classes, rows]`, to the results of `terms_of_rows`."""
+    maxima, parts, scores, *exponents = (part[:, : len(labels)] for part in of_tiles)
     m, d, *exponents = merge_stacked(maxima, parts, *exponents, scale=scale)
-    tile_of_label = jnp.clip(labels // _CLASSES, 0, tiles - 1)
+    tile_of_label = jnp.clip(labels // TILE_CLASSES, 0, len(scores) - 1)
     score = jnp.take_along_axis(scores, tile_of_label[None], 0)[0]
     score = jnp.where((labels >= 0) & (labels < classes), score, 0)
     return [online.shift(m), d, score, *exponents]
 
 
-def _gradient_of_logits(head, blocks, wants_scale, hidden, layer, labels, m, d, a=None, b=None, e=None, scale=None):
+def gradient_of_logits(head, blocks, wants_scale, hidden, layer, labels, m, d, a=None, b=None, e=None, scale=None):
     """Computes `LogProbHead.gradient` of a layer, by a scale that is positive."""
     weight, rows = layer["weight"], hidden.shape[0]
     classes, zeros = weight.shape[head.class_axis], jnp.zeros(rows, jnp.float32)
-    hidden, weight, padded, has_label = _operands(head.class_axis, hidden, weight, labels[:, 0])
+    hidden, weight, tiled, has_label = in_tiles(head.class_axis, hidden, weight, labels[:, 0])
     factor = 1.0 if scale is None else scale
     counts = (labels[:, 0] != xla.NO_ROW) & (d != 0)
     a, e = (zeros if each is None else jnp.where(counts, each * factor / jnp.where(counts, d, 1), 0) for each in (a, e))
     b = zeros if b is None else b[:, 0] * factor
-    unit = _LOG2E * factor
+    unit = LOG2E * factor
     # In base 2, the exponent is `(x - m) * unit`, and the weight times `a + e * exponent` is the gradient. A row that does not
     # count has weights of 0: those of a bias alone may be infinite.
     numbers = [zeros + unit, jnp.where(counts, m, jnp.inf), a, b]
-    numbers += [] if e is zeros else [e / _LOG2E]
-    sums = [jax.ShapeDtypeStruct(has_label.shape[:1] + padded.shape, jnp.float32)] if wants_scale else []
-    gradient, *of_scale = _launch(
+    numbers += [] if e is zeros else [e / LOG2E]
+    sums = [jax.ShapeDtypeStruct(has_label.shape[:1] + tiled.shape, jnp.float32)] if wants_scale else []
+    gradient, *of_scale = launch(
         functools.partial(_differentiate, has_entropy=e is not zeros, classes=classes),
         head,
         blocks,
-        (hidden, weight, padded, has_label, *[_padded(number.astype(jnp.float32), _TILE_ROWS) for number in numbers]),
+        (hidden, weight, tiled, has_label, *[padded(number.astype(jnp.float32), TILE_ROWS) for number in numbers]),
         layer.get("bias"),
-        [jax.ShapeDtypeStruct((len(padded), -(-classes // 64) * 64), hidden.dtype), *sums],
+        [jax.ShapeDtypeStruct((len(tiled), -(-classes // 64) * 64), hidden.dtype), *sums],
         name="linear_log_probs_gradient_mosaic",
         staged=True,
     )
@@ -174,16 +188,16 @@ def _gradient_of_logits(head, blocks, wants_scale, hidden, layer, labels, m, d, 
     return gradient[:rows, :classes], of_scale[0] if wants_scale else None
 
 
-def _operands(class_axis, hidden, weight, labels) -> list[jax.Array]:
+def in_tiles(class_axis, hidden, weight, labels) -> list[jax.Array]:
     """Returns hidden states, weight and labels in whole tiles, and the tiles with a label, `[tiles of classes, rows / 64]`."""
-    padded = jnp.pad(labels, (0, -len(labels) % _TILE_ROWS), constant_values=-1)
-    tiles = jnp.arange(pl.cdiv(weight.shape[class_axis], _CLASSES), dtype=labels.dtype)
-    has_label = (padded // _CLASSES).reshape(1, -1, _ROWS) == tiles[:, None, None]
-    hidden, weight = _padded(hidden, _TILE_ROWS, _DEPTH), _padded(weight.astype(hidden.dtype), *_units(class_axis))
-    return [hidden, weight, padded, jnp.any(has_label, -1).astype(jnp.int32)]
+    tiled = jnp.pad(labels, (0, -len(labels) % TILE_ROWS), constant_values=-1)
+    tiles = jnp.arange(pl.cdiv(weight.shape[class_axis], TILE_CLASSES), dtype=labels.dtype)
+    has_label = (tiled // TILE_CLASSES).reshape(1, -1, _ROWS) == tiles[:, None, None]
+    hidden, weight = padded(hidden, TILE_ROWS, _DEPTH), padded(weight.astype(hidden.dtype), *_units(class_axis))
+    return [hidden, weight, tiled, jnp.any(has_label, -1).astype(jnp.int32)]
 
 
-def _launch(epilogue, head, blocks, operands, bias, out_type, *, name, staged=False) -> list[jax.Array]:
+def launch(epilogue, head, blocks, operands, bias, out_type, *, name, staged=False) -> list[jax.Array]:
     """Multiplies hidden states by the weight, tile by tile, and runs `epilogue` on each tile of a consumer.
 
     Args:
@@ -198,10 +212,10 @@ def _launch(epilogue, head, blocks, operands, bias, out_type, *, name, staged=Fa
     """
     dtype, stages = operands[0].dtype, _STAGES - staged
     swizzled = plgpu.TilingTransform((8, _DEPTH)), plgpu.SwizzleTransform(128)
-    slot = (_CLASSES, _DEPTH) if head.class_axis == 0 else (_DEPTH, _CLASSES)
-    of_classes = [] if bias is None else [_padded(bias.astype(jnp.float32), _CLASSES)]
+    slot = (TILE_CLASSES, _DEPTH) if head.class_axis == 0 else (_DEPTH, TILE_CLASSES)
+    of_classes = [] if bias is None else [padded(bias.astype(jnp.float32), TILE_CLASSES)]
     counts = len(operands) - 4, len(of_classes), len(out_type)
-    staging = [plgpu.SMEM((_CONSUMERS, _ROWS, _CLASSES), dtype, transforms=swizzled)] if staged else []
+    staging = [plgpu.SMEM((_CONSUMERS, _ROWS, TILE_CLASSES), dtype, transforms=swizzled)] if staged else []
     return kernel_of(
         functools.partial(_kernel, epilogue=epilogue, head=head, counts=counts),
         out_type=out_type,
@@ -210,7 +224,7 @@ def _launch(epilogue, head, blocks, operands, bias, out_type, *, name, staged=Fa
         num_threads=_CONSUMERS + 1,
         thread_name="warpgroup",
         scratch_types=[
-            plgpu.SMEM((stages, _TILE_ROWS, _DEPTH), dtype, transforms=swizzled),
+            plgpu.SMEM((stages, TILE_ROWS, _DEPTH), dtype, transforms=swizzled),
             plgpu.SMEM((stages, *slot), dtype, transforms=swizzled),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages),
@@ -224,11 +238,15 @@ def _launch(epilogue, head, blocks, operands, bias, out_type, *, name, staged=Fa
 def _classes_of_piece(class_axis, weight, dtype) -> int:
     """Returns the classes that a kernel reads: all, or whole tiles of a part of the weight that is cast or padded, a copy."""
     classes = weight.shape[class_axis]
-    is_whole = all(size % unit == 0 for size, unit in zip(weight.shape, _units(class_axis), strict=True))
-    if is_whole and weight.dtype == dtype:
+    if is_whole(class_axis, weight) and weight.dtype == dtype:
         return classes
     pieces = pl.cdiv(math.prod(weight.shape) * dtype.itemsize, parts.MOST)
-    return pl.cdiv(classes, pieces * _CLASSES) * _CLASSES
+    return pl.cdiv(classes, pieces * TILE_CLASSES) * TILE_CLASSES
+
+
+def is_whole(class_axis, weight) -> bool:
+    """Tells whether kernels read a weight of this shape without a padded copy."""
+    return all(size % unit == 0 for size, unit in zip(weight.shape, _units(class_axis), strict=True))
 
 
 def _units(class_axis) -> tuple[int, int]:
@@ -236,7 +254,7 @@ def _units(class_axis) -> tuple[int, int]:
     return (8, _DEPTH) if class_axis == 0 else (_DEPTH, 64)
 
 
-def _padded(array, *units):
+def padded(array, *units):
     """Pads an array with zeros to whole units along each axis, as copies to shared memory need it."""
     return jnp.pad(array, [(0, -size % unit) for size, unit in zip(array.shape, units, strict=True)])
 
@@ -248,7 +266,7 @@ def _kernel(*refs, epilogue, head, counts):
     numbers, bias, results = (list(itertools.islice(others, count)) for count in counts)
     slots, *staging = list(itertools.islice(others, 4)), *others  # stages of both operands; barriers: full, and empty again
     steps = hidden.shape[1] // _DEPTH
-    tiles = hidden.shape[0] // _TILE_ROWS, has_label.shape[0]
+    tiles = hidden.shape[0] // TILE_ROWS, has_label.shape[0]
     warpgroup = lax.axis_index("warpgroup")
 
     def each_tile(body):
@@ -296,16 +314,16 @@ class LogitTile:
     @property
     def first(self) -> Any:
         """The number of its first class."""
-        return self.column * _CLASSES
+        return self.column * TILE_CLASSES
 
     def is_label(self, shape, first=0) -> Any:
         """Marks the labels of rows among the columns of this shape that start at `first`."""
-        label = plgpu.load(self.labels.at[self.rows], layout=_LAYOUT.reduce(1), optimized=False) - self.first - first
+        label = plgpu.load(self.labels.at[self.rows], layout=LAYOUT.reduce(1), optimized=False) - self.first - first
         return _columns(shape) == lax.broadcast_in_dim(label, shape, (0,))
 
     def number(self, numbers) -> Any:
         """Returns the numbers of its rows."""
-        return plgpu.load(numbers.at[self.rows], layout=_LAYOUT.reduce(1), optimized=False)
+        return plgpu.load(numbers.at[self.rows], layout=LAYOUT.reduce(1), optimized=False)
 
     def of_own_classes(self, x, classes, otherwise, first=0) -> Any:
         """Replaces columns beyond the last class in those that start at `first`."""
@@ -313,18 +331,18 @@ class LogitTile:
         def without_others(x):
             return jnp.where(_columns(x.shape) < classes - first - self.first, x, otherwise)
 
-        return lax.cond(self.first + _CLASSES > classes, without_others, lambda x: x, x) if classes % _CLASSES else x
+        return lax.cond(self.first + TILE_CLASSES > classes, without_others, lambda x: x, x) if classes % TILE_CLASSES else x
 
     def along_columns(self, numbers) -> Any:
         """Returns the numbers of its classes."""
-        return plgpu.load(numbers.at[pl.ds(self.first, _CLASSES)], layout=_LAYOUT.reduce(0), optimized=False)
+        return plgpu.load(numbers.at[pl.ds(self.first, TILE_CLASSES)], layout=LAYOUT.reduce(0), optimized=False)
 
 
 def _columns(shape):
-    return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_LAYOUT)
+    return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=LAYOUT)
 
 
-def _along_rows(numbers, shape):
+def along_rows(numbers, shape):
     return lax.broadcast_in_dim(numbers, shape, (0,))
 
 
@@ -338,8 +356,8 @@ def _produce(hidden, weight, slots, class_axis, each_tile):
     plgpu.set_max_registers(40, action="decrease")
 
     def copy(row, column, before):
-        rows = pl.ds(row * _TILE_ROWS, _TILE_ROWS)
-        columns = pl.ds(column * _CLASSES, _CLASSES)
+        rows = pl.ds(row * TILE_ROWS, TILE_ROWS)
+        columns = pl.ds(column * TILE_CLASSES, TILE_CLASSES)
 
         @pl.loop(0, hidden.shape[1] // _DEPTH)
         def _(k):
@@ -373,7 +391,7 @@ def _multiply(slots, warpgroup, steps, class_axis, before):
 
         return product[...]
 
-    product = pl.run_scoped(multiply, plgpu.ACC((_ROWS, _CLASSES), jnp.float32))
+    product = pl.run_scoped(multiply, plgpu.ACC((_ROWS, TILE_CLASSES), jnp.float32))
     plgpu.barrier_arrive(empty.at[_stage(before + steps - 1, hidden_slots)])
     return product
 
@@ -384,7 +402,7 @@ def _reduce(tile, x, numbers, results, staging, *, has_scale, has_bias, classes)
     maxima, sums, scores, *exponents = results
     at = tile.column, tile.rows
     if tile.soft_cap is not None:
-        x = fused.fused(_capped, (tile.soft_cap,), [x], _LAYOUT)
+        x = fused.fused(capped, (tile.soft_cap,), [x], LAYOUT)
 
     @pl.when(tile.has_label)
     def _():
@@ -396,15 +414,15 @@ def _reduce(tile, x, numbers, results, staging, *, has_scale, has_bias, classes)
     # The difference first: at low temperatures the scores, and with a bias all scores of a tile, may be so large that their
     # products are rounded by more than 1, or are infinite.
     if has_scale or has_bias:
-        below = x - _along_rows(online.shift(m), x.shape)
-        exponent = below * (_along_rows(tile.number(numbers[0]), x.shape) if has_scale else _LOG2E)
+        below = x - along_rows(online.shift(m), x.shape)
+        exponent = below * (along_rows(tile.number(numbers[0]), x.shape) if has_scale else LOG2E)
     else:
-        exponent = x * _LOG2E - _along_rows(online.shift(m) * _LOG2E, x.shape)
+        exponent = x * LOG2E - along_rows(online.shift(m) * LOG2E, x.shape)
     weights = jnp.exp2(exponent)
     sums[at] = jnp.sum(weights, 1)
     for sums_of_exponents in exponents:
-        bounded = jnp.maximum(exponent, _LEAST_EXPONENT)
-        sums_of_exponents[at] = jnp.sum(weights * bounded, 1) * (1 / _LOG2E)
+        bounded = jnp.maximum(exponent, LEAST_EXPONENT)
+        sums_of_exponents[at] = jnp.sum(weights * bounded, 1) * (1 / LOG2E)
 
 
 def _differentiate(tile, x, numbers, results, staging, *, has_entropy, classes):
@@ -416,15 +434,15 @@ def _differentiate(tile, x, numbers, results, staging, *, has_entropy, classes):
     numbers, cap, of_scale = [tile.number(each) for each in numbers], tile.soft_cap, []
     # What needs a score behind its weight takes registers for both, which there are for a part of the columns.
     is_whole = cap is None and not sums
-    columns = _CLASSES if is_whole else _DEPTH
-    for first in range(0, _CLASSES, columns):
+    columns = TILE_CLASSES if is_whole else _DEPTH
+    for first in range(0, TILE_CLASSES, columns):
         score = x if is_whole else lax.slice(x, (0, first), (len(x), first + columns))
-        unit, m, a, b, *e = (functools.partial(_along_rows, number, score.shape) for number in numbers)
-        bent = None if cap is None else fused.fused(_bent, (cap,), [score], _LAYOUT)
+        unit, m, a, b, *e = (functools.partial(along_rows, number, score.shape) for number in numbers)
+        bent = None if cap is None else fused.fused(_bent, (cap,), [score], LAYOUT)
         score = score if bent is None else cap * bent
         exponent = (score - m()) * unit()
         weights = jnp.exp2(exponent)
-        factor = a() + e[0]() * jnp.maximum(exponent, _LEAST_EXPONENT) if has_entropy else a()
+        factor = a() + e[0]() * jnp.maximum(exponent, LEAST_EXPONENT) if has_entropy else a()
 
         def with_label(total, b=b, first=first):
             return total + jnp.where(tile.is_label(total.shape, first), b(), 0.0)
@@ -440,7 +458,7 @@ def _differentiate(tile, x, numbers, results, staging, *, has_entropy, classes):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left
         stage[:, pl.ds(first, columns)] = total.astype(stage.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(stage, gradient.at[tile.rows, pl.ds(tile.first, _CLASSES)])
+    plgpu.copy_smem_to_gmem(stage, gradient.at[tile.rows, pl.ds(tile.first, TILE_CLASSES)])
     for result in sums:
         result[tile.column, tile.rows] = functools.reduce(jnp.add, of_scale)
 
@@ -450,5 +468,5 @@ def _bent(soft_cap, x):
     return fused.tanh(x * (1 / soft_cap))
 
 
-def _capped(soft_cap, x):
+def capped(soft_cap, x):
     return soft_cap * _bent(soft_cap, x)

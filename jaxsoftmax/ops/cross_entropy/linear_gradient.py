@@ -1,0 +1,74 @@
+"""The losses of a linear layer together with their gradients, where the factors of the rows are known, as a primitive.
+
+    linear_cross_entropy_gradient  from a factor of each row: the results of `LossHead`, which are the losses and the
+                                   log-sum-exp, and the entropy if the head asks for it; and then the derivatives of
+                                   sum(factors * losses) by the operands that `wrt` names
+
+It takes three products, as a loss with all logits in memory does: logits are computed once. Labels count the classes of this
+device, which has all of them.
+"""
+
+import functools
+from typing import Any
+
+import jax
+
+from jaxsoftmax._core.dtypes import accumulator
+from jaxsoftmax._core.operation import OnShards, Operand, Operation
+from jaxsoftmax._core.primitive import define, jvp_as_reference, set_jvp
+from jaxsoftmax._core.target import ONE_DEVICE
+from jaxsoftmax.ops.cross_entropy.implementations import CROSS_ENTROPY_FAMILY
+from jaxsoftmax.ops.cross_entropy.linear_parts import Wanted, gradients_of_parts
+
+_HIDDEN = Operand("hidden", ("rows", None), may_be_one=False)
+_OF_ROWS = Operand("labels", ("rows",), may_be_one=False)
+_WEIGHT, _BIAS = Operand("weight", (None, None), may_be_one=False), Operand("bias", (None,), may_be_one=False)
+_OPERANDS = (_HIDDEN, _WEIGHT, _OF_ROWS, _BIAS, _OF_ROWS.called("scale"), _OF_ROWS.called("factors"))
+
+
+def _results(*, head, wrt, **params) -> list[Operand]:
+    del params
+    by_name = {operand.name: operand for operand in _OPERANDS}
+    return [_OF_ROWS] * (2 + head.return_entropy) + [by_name[name] for name in wrt]
+
+
+def _types(operands, *, head, wrt, **params):
+    del params
+    labels, kind = operands["labels"], accumulator(operands["hidden"].dtype)
+    of_rows = jax.ShapeDtypeStruct(labels.shape, kind)
+    gradients = [jax.ShapeDtypeStruct(operands[name].shape, operands[name].dtype) for name in wrt]
+    return [of_rows] * (2 + head.return_entropy) + gradients
+
+
+# See the comment on shards in `linear_terms.py`.
+LINEAR_CROSS_ENTROPY_GRADIENT = define(
+    Operation(
+        CROSS_ENTROPY_FAMILY,
+        "linear_cross_entropy_gradient",
+        _OPERANDS,
+        types=_types,
+        results=_results,
+        on_shards=OnShards.NOTHING,
+        knows_machine=True,
+    )
+)
+set_jvp(LINEAR_CROSS_ENTROPY_GRADIENT, functools.partial(jvp_as_reference, LINEAR_CROSS_ENTROPY_GRADIENT))
+
+
+def reference(*, head, wrt, factors, machine=ONE_DEVICE, **operands: Any) -> list[jax.Array]:
+    """Computes the results of `linear_cross_entropy_gradient` for a part of the rows at a time, from their logits."""
+    present = {name: operand for name, operand in operands.items() if operand is not None}
+    # On automatic axes of several devices a first part in front of the others would add up gradients over the devices twice.
+    options = {"is_first_apart": machine.devices == 1}
+
+    def of_one(operands, factors):
+        rows = {name: operands[name] for name in ("labels", "scale") if name in operands}
+        layer = {name: operand for name, operand in operands.items() if name not in rows}
+        wanted = Wanted((tuple([name for name in wrt if name in layer]),), tuple([name for name in wrt if name in rows]))
+        results, (by_layer,), by_rows = gradients_of_parts(head, (layer,), rows, factors, wanted, **options)
+        gradients = by_layer | by_rows
+        return [*results, *(gradients[name].astype(operands[name].dtype) for name in wrt)]
+
+    for _ in factors.shape[:-1]:
+        of_one = jax.vmap(of_one)
+    return of_one(present, factors)

@@ -1,0 +1,141 @@
+"""Results of rows of linear layers, and gradients together with them, from the logits of a part of the rows at a time.
+
+The gradient of a part's logits takes their place in memory. The gradient of the weight accumulates over the parts in place: on
+GPUs XLA makes the addition a part of the product, without another array.
+
+If devices share the classes (`head.axis_name`), each computes the logits of its own classes, and one collective merges the
+terms of rows of a part. The results that devices return add up. The gradients of arrays that all devices have add up too, which
+JAX does once, behind the last part.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxsoftmax._core.dtypes import accumulator
+from jaxsoftmax.ops.cross_entropy import parts
+from jaxsoftmax.ops.cross_entropy.parts import by_parts, product, sizes
+
+if TYPE_CHECKING:
+    from jaxsoftmax.ops.cross_entropy.loss import Head
+
+Layer = dict[str, jax.Array]  # `hidden` `[rows, H]`, `weight` with the classes along one axis, and `bias` `[classes]` or none
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Names of the operands of each layer, and of rows, that derivatives are wanted of."""
+
+    layers: tuple[tuple[str, ...], ...]
+    rows: tuple[str, ...]
+
+
+def results_of_parts(head: "Head", layers: Sequence[Layer], rows: dict[str, jax.Array]) -> list[jax.Array]:
+    """Computes the results of rows, `[rows]` each.
+
+    Args:
+      head: the loss behind the layers.
+      layers: one layer, or several whose logits have the same shape.
+      rows: what else the head takes of rows, by name.
+    """
+
+    def part(sums, *arrays):
+        hidden, of_rows = arrays[: len(layers)], of_part(rows, arrays[len(layers) :])
+        return sums, head.results(_logits(head, layers, hidden), of_rows)
+
+    arrays = [*(layer["hidden"] for layer in layers), *rows.values()]
+    # In reverse mode each part adds to the gradient of the weight, too.
+    return by_parts(jax.checkpoint(part), _most(layers), _bytes_of_row(head, layers), arrays)[1]
+
+
+def gradients_of_parts(
+    head: "Head", layers: Sequence[Layer], rows: dict[str, jax.Array], factors: jax.Array, wanted: Wanted, **options: bool
+) -> tuple[list[jax.Array], list[Layer], dict[str, jax.Array]]:
+    """Computes the results, and the derivatives of `sum(factors * losses)` by the operands that are wanted.
+
+    Args:
+      head: the loss behind the layers.
+      layers: as in `results_of_parts`.
+      rows: what else the head takes of rows, by name.
+      factors: `[rows]`.
+      wanted: the operands that derivatives are wanted of.
+      **options: those of `by_parts`.
+
+    Returns:
+      The results; the derivatives by the operands of each layer, by name; and those by operands of rows.
+    """
+    with_hidden = [at for at, names in enumerate(wanted.layers) if "hidden" in names]
+
+    def part(sums, *arrays):
+        hidden, of_rows, c = arrays[: len(layers)], of_part(rows, arrays[len(layers) : -1]), arrays[-1]
+        logits = _logits(head, layers, hidden)
+        results, gradients, found = head.with_gradients(logits, of_rows, c, wanted, hidden[0].dtype)
+        more, of_hidden = {}, {}
+        for at, (names, h, g) in enumerate(zip(wanted.layers, hidden, gradients, strict=True)):
+            if g is None:
+                continue
+            weight, axis, g = layers[at]["weight"], head.class_axes[at], g.astype(h.dtype)
+            if "weight" in names:
+                more[at, "weight"] = product(*((h, g) if axis == 1 else (g, h)), 0, 0, weight.dtype)
+            if "bias" in names:
+                more[at, "bias"] = jnp.sum(g, 0, dtype=c.dtype)
+            if "hidden" in names:
+                of_hidden[at] = product(g, weight.astype(h.dtype), 1, axis, h.dtype)
+        sums = more if sums is None else {name: sums[name] + each for name, each in more.items()}
+        return sums, [*results, *(of_hidden[at] for at in with_hidden), *(found[name] for name in wanted.rows)]
+
+    arrays = [*(layer["hidden"] for layer in layers), *rows.values(), factors]
+    sums, results = by_parts(jax.checkpoint(part), _most(layers), _bytes_of_row(head, layers, wanted.layers), arrays, **options)
+    by_rows = {name: results.pop() for name in reversed(wanted.rows)}
+    by_layers: list[Layer] = [{} for _ in layers]
+    for at in reversed(with_hidden):
+        by_layers[at]["hidden"] = results.pop()
+    for (at, name), total in sums.items():
+        by_layers[at][name] = total
+    return results, by_layers, by_rows
+
+
+def of_part(names, arrays) -> dict[str, jax.Array]:
+    """Returns what belongs to the rows of a part by name."""
+    rows = dict(zip(names, arrays, strict=True))
+    if "scale" in rows:  # 0 in rows that fill up the part, where a bias of -inf would become NaN
+        rows["scale"] = jnp.where(rows["scale"] == 0, 1, rows["scale"])
+    return rows
+
+
+def _logits(head: "Head", layers, hidden) -> list[jax.Array]:
+    """Computes logits, rounded once: with a bias the products have the dtype of the arithmetic until it is added."""
+    found = []
+    for layer, h, axis in zip(layers, hidden, head.class_axes, strict=True):
+        bias, dtype = layer.get("bias"), jnp.dtype(head.logits_dtype or h.dtype)
+        wide = dtype if bias is None else accumulator(h.dtype)
+        x = product(h, layer["weight"].astype(h.dtype), 1, 1 - axis, wide)
+        found.append(x if bias is None else (x + bias.astype(wide)[None]).astype(dtype))
+    return found
+
+
+def is_one_part(head: "Head", layers: Sequence[Layer], rows: int, wanted: Wanted) -> bool:
+    """Tells whether `gradients_of_parts` computes all rows at once."""
+    return sizes(rows, _bytes_of_row(head, layers, wanted.layers), _most(layers))[1] == 1
+
+
+def _most(layers) -> int:
+    """Returns the bytes of the logits of a part. Two layers with float32 logits would have few rows in one layer's bytes."""
+    return parts.MOST_WITH_GRADIENT * len(layers)
+
+
+def _bytes_of_row(head: "Head", layers, wanted: Sequence[Sequence[str]] | None = None) -> Any:
+    """Returns the bytes that the logits of a row take, with the gradients of those that are wanted.
+
+    The number is symbolic if the number of classes is.
+    """
+    total = 0
+    for at, (layer, axis) in enumerate(zip(layers, head.class_axes, strict=True)):
+        dtype = layer["hidden"].dtype
+        of_sums = accumulator(dtype).itemsize if "bias" in layer else 0
+        has_gradient = wanted is not None and len(wanted[at]) > 0
+        total += layer["weight"].shape[axis] * (head.bytes_of_logit(dtype, has_gradient=has_gradient) + of_sums)
+    return total
