@@ -11,7 +11,10 @@ from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._core.target import HOPPER, Target
 from jaxsoftmax.ops.cross_entropy import mosaic_sm90 as mosaic
 from jaxsoftmax.ops.cross_entropy import primitive
+from jaxsoftmax.ops.cross_entropy.linear_gradient import LINEAR_CROSS_ENTROPY_GRADIENT
 from jaxsoftmax.ops.cross_entropy.linear_terms import LINEAR_LOG_PROBS, LINEAR_LOG_PROBS_VJP
+from jaxsoftmax.ops.cross_entropy.loss import LossHead
+from jaxsoftmax.ops.cross_entropy.mosaic_sm90.linear_gradient import LinearGradientPlan
 from jaxsoftmax.ops.cross_entropy.mosaic_sm90.linear_loss import LinearLossPlan
 from jaxsoftmax.ops.cross_entropy.mosaic_sm90.losses import LossPlan
 from jaxsoftmax.ops.cross_entropy.problem import CrossEntropyProblem
@@ -44,12 +47,13 @@ def problem_of(name: str, operands: Mapping[str, Any], *, axis=-1, dtype="float3
 
 
 def linear_problem_of(head, operands: Mapping[str, Any], **params) -> Problem:
-    """Returns the problem of the log-probabilities of a linear layer, or of their gradients, for operands of these types."""
+    """Returns the problem of the log-probabilities or the losses of a linear layer, or of gradients, for such operands."""
     operation = LINEAR_LOG_PROBS_VJP if "wrt" in params else LINEAR_LOG_PROBS
+    operation = LINEAR_CROSS_ENTROPY_GRADIENT if isinstance(head, LossHead) else operation
     return Problem(operation, dict(operands), {"head": head, **params})
 
 
-def plan_of(problem: Problem, target: Target = HOPPER) -> LossPlan | LinearLossPlan | Refusal:
+def plan_of(problem: Problem, target: Target = HOPPER) -> LossPlan | LinearLossPlan | LinearGradientPlan | Refusal:
     """Plans a problem as if the user had asked for the kernel: also where the reference should be faster."""
     plan = mosaic.plan(problem, target)
     return plan.plan if isinstance(plan, Refusal) and plan.plan is not None else plan

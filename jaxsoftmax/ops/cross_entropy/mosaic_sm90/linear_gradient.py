@@ -101,17 +101,19 @@ def _with_weights(blocks, params, operands) -> tuple[list[jax.Array], dict[str, 
     (axis,) = head.class_axes
     classes = _classes(head, operands)
     rows = {name: operands.pop(name) for name in _OTHERWISE if name in operands}
-    count = len(rows["hidden"])
-    rows = {name: _in_tiles(each, _OTHERWISE[name]) for name, each in rows.items()}
     kept = operands.pop("weight")
     layer = operands | {"weight": kept.astype(rows["hidden"].dtype)}  # cast once for all parts
     step = max(classes // _SOME, 1)
     some = {name: lax.slice_in_dim(each, 0, classes, step, axis if name == "weight" else 0) for name, each in layer.items()}
 
+    run_kernel = jax.jit(functools.partial(_run_kernel, params, blocks))  # lowered once, for all its calls
+
     def part(sums, *arrays):
-        own = of_part(rows, arrays)
+        # In whole tiles, as a copy of weights of fewer rows would be as large as the logits.
+        own, count = of_part(rows, arrays), linear_loss.rows_in_tiles(len(arrays[0]))
+        own = {name: linear_loss.padded_to(count, each, _OTHERWISE[name]) for name, each in own.items()}
         hidden, labels, factors, scale = own["hidden"], own["labels"], own["factors"], own.get("scale")
-        weights, lift, m, d, chosen, *exponents = _weigh(params, blocks, layer, some, hidden, labels, scale)
+        weights, lift, m, d, chosen, *exponents = _weigh(head, run_kernel, layer, some, hidden, labels, scale)
         terms = _terms(labels, classes, m, d, chosen, exponents, scale)
         # The gradient of a row is `factor` times its weights.
         at_label, factor = _at_label(head, terms, chosen, factors), factors
@@ -133,50 +135,57 @@ def _with_weights(blocks, params, operands) -> tuple[list[jax.Array], dict[str, 
             found.append((product(weights, layer["weight"], 1, axis, jnp.float32) * factor[:, None]).astype(hidden.dtype))
         found += list(_by_scale(params, factors, scale, terms).values())
         results = head.of_terms(terms, 1)[: 2 + head.return_entropy]
-        return more if sums is None else jax.tree.map(jnp.add, sums, more), [*results, *found]
+        results = [each[: len(arrays[0])] for each in (*results, *found)]
+        return more if sums is None else jax.tree.map(jnp.add, sums, more), results
 
     bytes_of_row = classes * rows["hidden"].dtype.itemsize
     sums, found = parts.by_parts(part, parts.MOST_WITH_GRADIENT, bytes_of_row, list(rows.values()), is_first_apart=True)
     names = [name for name in ("hidden", "scale") if name in wrt]
-    n_results, found = len(found) - len(names), [each[:count] for each in found]
+    n_results = len(found) - len(names)
     return found[:n_results], sums | dict(zip(names, found[n_results:], strict=True))
 
 
-def _in_tiles(array, otherwise):
-    """Returns the numbers of whole tiles of rows: a copy of weights that are fewer would be as large as the logits."""
-    more = [(0, -len(array) % linear_loss.TILE_ROWS), *[(0, 0)] * (array.ndim - 1)]
-    return jnp.pad(array, more, constant_values=otherwise)
+def _run_kernel(params, blocks, hidden, weight, labels, has_label, reference, unit, bias) -> list[jax.Array]:
+    """Computes the weights of scores relative to a score of each row, and what rows have in each tile of classes."""
+    head = params["head"]
+    classes = weight.shape[head.class_axes[0]]
+    of_tiles = jax.ShapeDtypeStruct((pl.cdiv(classes, TILE_CLASSES), len(labels)), jnp.float32)
+    return linear_loss.launch(
+        functools.partial(_store, classes=classes),
+        head.of_log_probs(),
+        blocks,
+        (hidden, weight, labels, has_label, reference, unit),
+        bias,
+        [jax.ShapeDtypeStruct((len(labels), classes), hidden.dtype), *[of_tiles] * (3 + _needs_entropy(params))],
+        name="linear_cross_entropy_gradient_mosaic",
+        staged=True,
+    )
 
 
-def _weigh(params, blocks, layer, some, hidden, labels, scale) -> list[jax.Array]:
+def _weigh(head, run_kernel, layer, some, hidden, labels, scale) -> list[jax.Array]:
     """Computes the weights of scores, `[rows, classes]`, and terms of rows.
+
+    Args:
+      head: the loss behind the layer.
+      run_kernel: `_run_kernel` of the operands.
+      layer: weight, and bias if there is one, by name.
+      some: the same of some classes.
+      hidden: hidden states of whole tiles of rows.
+      labels: labels of the rows.
+      scale: scale of the scores of each row, or None.
 
     Returns:
       The weights `exp(scale * (s - max s)) * lift`; `lift`; the state `(m, d)`; the score of the label; and what an entropy
       needs if it is asked for.
     """
-    head = params["head"]
-    (axis,) = head.class_axes
-    classes = layer["weight"].shape[axis]
+    (axis,), bias = head.class_axes, layer.get("bias")
     unit = LOG2E * (jnp.ones(len(hidden), jnp.float32) if scale is None else scale)
-    layer_in_tiles = linear_loss.in_tiles(axis, hidden, layer["weight"], labels)
-    tiles = jax.ShapeDtypeStruct((pl.cdiv(classes, TILE_CLASSES), len(labels)), jnp.float32)
 
     def weigh(reference):
-        """Computes weights relative to a score of each row, and the terms."""
-        weights, *of_tiles = linear_loss.launch(
-            functools.partial(_store, classes=classes),
-            head.of_log_probs(),
-            blocks,
-            (*layer_in_tiles, reference, unit),
-            layer.get("bias"),
-            [jax.ShapeDtypeStruct((len(labels), classes), hidden.dtype), *[tiles] * (3 + _needs_entropy(params))],
-            name="linear_cross_entropy_gradient_mosaic",
-            staged=True,
-        )
-        m, d, score, *exponents = linear_loss.merged(of_tiles, labels, classes, scale)
-        above = (m - reference) * unit + _USUAL
-        return [weights, reference, above, m, d, score, *exponents]
+        in_tiles = linear_loss.in_tiles(axis, hidden, layer["weight"], labels, reference, unit)
+        weights, *of_tiles = run_kernel(*in_tiles, bias)
+        m, d, score, *exponents = linear_loss.merged(of_tiles, labels, layer["weight"].shape[axis], scale)
+        return [weights, reference, (m - reference) * unit + _USUAL, m, d, score, *exponents]
 
     def again(found):
         _, reference, above, m, *_ = found
@@ -184,8 +193,7 @@ def _weigh(params, blocks, layer, some, hidden, labels, scale) -> list[jax.Array
 
     logits = product(hidden, some["weight"], 1, 1 - axis, jnp.float32)
     logits += some["bias"].astype(jnp.float32)[None] if "bias" in some else 0
-    reference = online.shift(jnp.max(xla.capped(logits, head.logits_soft_cap), 1))
-    found = weigh(reference)
+    found = weigh(online.shift(jnp.max(xla.capped(logits, head.logits_soft_cap), 1)))
     # A largest score that is infinite is above in the second try too.
     is_over = functools.partial(jnp.any, where=jnp.abs(found[3]) < jnp.inf)
     weights, _, above, *terms = lax.while_loop(lambda found: is_over(found[2] > _MOST), again, found)

@@ -1,0 +1,380 @@
+"""The kernel of a linear layer's mean loss and its gradients: lowered, interpreted, and held against float64 on such a GPU."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxsoftmax
+from jaxsoftmax._core.implementation import Refusal
+from jaxsoftmax._core.target import HOPPER
+from jaxsoftmax.ops.cross_entropy import linear_terms, parts
+from jaxsoftmax.ops.cross_entropy.loss import LossHead
+from jaxsoftmax.ops.cross_entropy.xla import NO_CLASS, NO_ROW
+
+from ..support import cases, kernels
+from ..support.cross_entropy import plans
+from ..support.cross_entropy.tiles import LEFT_OUT, SHAPES, bias_of, given, temperatures, types
+
+NAME = "linear_cross_entropy_gradient_mosaic"
+WHOLE = [(130, 192, 264, 0), (200, 128, 576, 1), (1, 64, 8, 0), (128, 64, 256, 1)]  # shapes that need no copy of the weight
+# What differs between kernels: a cap, a bias and a temperature; and the z-loss.
+KINDS = {
+    "plain": {},
+    "z-loss": {"z_loss": 1e-2},
+    "cap": {"logits_soft_cap": 5.0},
+    "bias": {"has_bias": True},
+    "temperature": {"is_scaled": True},
+    "everything": {"z_loss": 1e-2, "logits_soft_cap": 5.0, "has_bias": True, "is_scaled": True},
+}
+
+
+def head_of(shape, **options):
+    return LossHead((shape[3],), None, options.pop("logits_soft_cap", None), None, **options)
+
+
+def run(head, wrt, operands):
+    """The results by name, and the gradients by `wrt`, of an interpreted kernel of two blocks."""
+    problem_of = functools.partial(plans.linear_problem_of, head, wrt=wrt)
+    operands = {name: jnp.asarray(operand) for name, operand in operands.items()}
+    found = kernels.interpreted(lambda given: plans.run(problem_of, given, replace(HOPPER, multiprocessors=2)), operands)
+    names = ("losses", "lse", *(["entropy"] if head.return_entropy else []), *wrt)
+    return dict(zip(names, found, strict=True))
+
+
+def in_float64(head, operands):
+    """The results and the gradients by all operands, of rows that count."""
+    operands = {name: np.asarray(each) if name == "labels" else np.float64(each) for name, each in operands.items()}
+    (axis,), cap = head.class_axes, head.logits_soft_cap
+    hidden, labels, factors = (operands[name] for name in ("hidden", "labels", "factors"))
+    weight = operands["weight"] if axis else operands["weight"].T
+    scale, rows = operands.get("scale", np.ones(len(labels))), np.arange(len(labels))
+    x = hidden @ weight + operands.get("bias", 0)
+    bent = x if cap is None else cap * np.tanh(x / cap)
+    s = bent * scale[:, None]
+    m = s.max(1)
+    lse = m + np.log(np.exp(s - m[:, None]).sum(1))
+    p = np.exp(s - lse[:, None])
+    nll = lse - s[rows, np.maximum(labels, 0)]
+    entropy = lse - np.where(p > 0, p * np.where(p > 0, s, 0), 0).sum(1)
+    g = (factors * (1 + 2 * head.z_loss * lse))[:, None] * p
+    g[rows, np.maximum(labels, 0)] -= factors
+    of_scale = np.where(g != 0, g * np.where(g != 0, bent, 0), 0).sum(1)
+    g *= scale[:, None] * (1 if cap is None else 1 - np.tanh(x / cap) ** 2)
+    of_weight = hidden.T @ g
+    gradients = {"hidden": g @ weight.T, "weight": of_weight if axis else of_weight.T, "bias": g.sum(0), "scale": of_scale}
+    return {"losses": nll + head.z_loss * lse**2, "lse": lse, "entropy": entropy} | gradients
+
+
+def check(found, expected):
+    """Weights and hidden states times factors are rounded to 16 bits, and results: the scores are not."""
+    most = dict.fromkeys(("hidden", "weight", "bias"), 0.005)
+    for name, each in found.items():
+        assert np.all(np.isfinite(np.float64(each))), name
+        assert each.shape == expected[name].shape, name
+        error = np.linalg.norm(np.float64(each) - expected[name])
+        assert error <= most.get(name, 1e-6) * np.linalg.norm(expected[name]), name
+
+
+def operands_of(shape, factor=4.0, has_bias=False, is_scaled=False):
+    """Operands whose labels are classes that the bias leaves; the second row has the factor 0."""
+    hidden, weight, labels = given(*shape, "bfloat16", factor)
+    labels, rng = np.clip(labels, 0, shape[2] - 1), np.random.default_rng(0)
+    factors = rng.standard_normal(shape[0]).astype(np.float32)
+    factors[1:2] = 0
+    operands = {"hidden": hidden, "weight": weight, "labels": labels, "factors": factors}
+    if has_bias:
+        operands["bias"] = bias_of(shape[2], has_bias)
+        labels[operands["bias"][labels] < LEFT_OUT] = 2
+    return operands | ({"scale": 1 / temperatures(shape[0])} if is_scaled else {})
+
+
+def wrt_of(operands):
+    return tuple([name for name in operands if name not in ("labels", "factors")])
+
+
+@pytest.mark.usefixtures("plain_functions")
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [
+        pytest.param(shape, kind, marks=cases.slow_unless((i + j) % 3 == 0))
+        for i, shape in enumerate(SHAPES)
+        for j, kind in enumerate(KINDS)
+    ],
+    ids=cases.ident,
+)
+def test_interpreted_results_and_gradients_are_right(shape, kind):
+    options = dict(KINDS[kind])
+    operands = operands_of(shape, **{name: options.pop(name) for name in ("has_bias", "is_scaled") if name in options})
+    head = head_of(shape, return_entropy=True, **options)
+    cap = head.logits_soft_cap
+    bias = operands.get("bias")
+    if cap is not None and bias is not None:  # else the cap alone is the score of a class that the bias leaves out
+        operands["bias"] = np.maximum(bias, -3)
+    check(run(head, wrt_of(operands), operands), in_float64(head, operands))
+
+
+@pytest.mark.parametrize("wrt", [("hidden",), ("weight",), (), ("weight", "hidden")], ids=str)
+@pytest.mark.parametrize("shape", [WHOLE[1], SHAPES[2]], ids=cases.ident)
+def test_interpreted_gradients_that_are_asked_for(shape, wrt):
+    operands, head = operands_of(shape), head_of(shape)
+    found, expected = run(head, wrt, operands), in_float64(head, operands)
+    assert list(found) == ["losses", "lse", *wrt]
+    check(found, expected)
+
+
+@pytest.mark.parametrize("class_axis", [0, 1])
+def test_interpreted_gradients_of_several_parts_of_rows(class_axis, monkeypatch):
+    """The last part is filled up. A weight in float32 is cast once, and its gradient is not rounded."""
+    shape = (300, 64, 512, class_axis)
+    monkeypatch.setattr(parts, "MOST_WITH_GRADIENT", 128 * 512 * 2)
+    operands, head = operands_of(shape, has_bias=True, is_scaled=True), head_of(shape, return_entropy=True)
+    operands["weight"] = operands["weight"].astype(jnp.float32)
+    found = run(head, wrt_of(operands), operands)
+    assert found["weight"].dtype == jnp.float32
+    check(found, in_float64(head, operands))
+
+
+@pytest.mark.parametrize("is_scaled", [True, False])
+@pytest.mark.parametrize("top", [8.0, 40.0, 400.0])
+def test_interpreted_weights_that_overflow_are_made_again(top, is_scaled):
+    """A class that is not among those of the first guess has a score far above all of these, in every third row."""
+    shape = (200, 64, 1024, 1)
+    operands, head = operands_of(shape, 1.0, is_scaled=is_scaled), head_of(shape, z_loss=1e-4)
+    weight = np.array(operands["weight"].astype(jnp.float32))
+    weight[0] = 0
+    weight[0, 1] = top
+    operands["weight"] = jnp.asarray(weight).astype(jnp.bfloat16)
+    operands["hidden"] = operands["hidden"].at[:, 0].set(jnp.where(jnp.arange(200) % 3 == 0, 30, 0).astype(jnp.bfloat16))
+    check(run(head, wrt_of(operands), operands), in_float64(head, operands))
+
+
+def test_interpreted_gradients_where_a_z_loss_holds_up_the_log_sum_exp():
+    """The derivative of a loss by its log-sum-exp is 0 in some rows, and near 0 in others: only the label's is left."""
+    shape = (128, 64, 256, 1)
+    operands = operands_of(shape, 1.0)
+    lse = in_float64(head_of(shape), operands)["lse"]
+    head = head_of(shape, z_loss=10.0)
+    operands["bias"] = np.full(256, -np.median(lse) - 1 / 20, np.float32)
+    check(run(head, ("hidden", "weight"), operands), in_float64(head, operands))
+    operands["hidden"] = operands["hidden"].at[:].set(0)  # all rows alike, with a derivative of 0
+    operands["bias"] = np.full(256, np.float32(-np.log(256) - 1 / 20))
+    found, expected = run(head, ("hidden",), operands), in_float64(head, operands)
+    assert np.linalg.norm(np.float64(found["hidden"]) - expected["hidden"]) <= 0.005 * np.linalg.norm(expected["hidden"])
+
+
+@pytest.mark.parametrize("size", [200, -200])
+@pytest.mark.parametrize("shape", [(130, 64, 264, 0), (130, 72, 259, 1)], ids=cases.ident)
+def test_interpreted_rows_that_do_not_count_have_none(shape, size):
+    """Exponentials of a bias overflow in rows whose hidden states are zeros."""
+    operands, head = operands_of(shape, 1.0, is_scaled=True), head_of(shape, return_entropy=True)
+    ignored = np.array([5, 6, 7, 129])
+    operands["labels"][ignored], operands["factors"][ignored] = NO_ROW, 0
+    operands["hidden"] = operands["hidden"].at[ignored].set(0)
+    operands["bias"] = np.full(shape[2], size, np.float32)
+    found, expected = run(head, wrt_of(operands), operands), in_float64(head, operands)
+    for name in ("losses", "lse", "entropy", "hidden", "scale"):
+        np.testing.assert_array_equal(np.float64(found[name])[ignored], 0)
+        expected[name][ignored] = 0
+    check(found, expected)
+
+
+@pytest.mark.parametrize("shape", [WHOLE[1], SHAPES[2]], ids=cases.ident)
+def test_interpreted_labels_that_are_no_class(shape):
+    """The loss is NaN, and the gradient is the softmax times the factor, as it is from logits."""
+    operands, head = operands_of(shape, 1.0), head_of(shape)
+    operands["labels"][3] = NO_CLASS
+    found = run(head, ("hidden",), operands)
+    assert np.isnan(found["losses"][3])
+    assert np.isfinite(np.delete(np.asarray(found["losses"]), 3)).all()
+    logits = np.float64(operands["hidden"]) @ np.float64(operands["weight"])
+    p = np.exp(logits[3] - jax.nn.logsumexp(logits[3]))
+    expected = operands["factors"][3] * (p @ np.float64(operands["weight"]).T)
+    assert np.linalg.norm(np.float64(found["hidden"][3]) - expected) <= 0.005 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_interpreted_rows_that_are_not_finite(number):
+    """They end, and leave the losses of other rows, and the gradients of their hidden states, alone."""
+    shape = (128, 64, 256, 1)
+    operands, head = operands_of(shape, 1.0), head_of(shape)
+    expected = in_float64(head, operands)
+    operands["hidden"] = operands["hidden"].at[4].set(number)
+    found = run(head, ("hidden",), operands)
+    assert not np.isfinite(found["losses"][4])
+    assert not np.any(np.isfinite(np.float64(found["hidden"][4])))
+    check(
+        {name: np.delete(np.float64(each), 4, 0) for name, each in found.items()},
+        {name: np.delete(each, 4, 0) for name, each in expected.items() if name in found},
+    )
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e30])
+def test_interpreted_losses_of_low_and_high_temperatures(temperature):
+    shape = (128, 64, 256, 1)
+    operands, head = operands_of(shape, 1.0), head_of(shape)
+    operands["scale"] = np.full(128, 1 / temperature, np.float32)
+    with np.errstate(under="ignore"):
+        expected = in_float64(head, operands)
+    found = run(head, ("hidden", "weight"), operands)
+    for name, each in found.items():
+        assert np.all(np.isfinite(np.float64(each))), name
+        error = np.linalg.norm(np.float64(each) - expected[name])
+        assert error <= 0.01 * np.linalg.norm(expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "options", "why"),
+    [
+        ((128, 64, 256, 1), "bfloat16", {"label_smoothing": 0.1}, "no kernel adds up scores, as label smoothing does"),
+        ((128, 64, 256, 1), "float32", {}, "hidden must be bfloat16, got float32"),
+        ((0, 64, 256, 1), "bfloat16", {}, "there are no rows"),
+        ((128, 0, 256, 1), "bfloat16", {}, "weight must have entries, got shape (0, 256)"),
+    ],
+)
+def test_other_operands_have_their_logits_made_part_by_part(shape, dtype, options, why):
+    both = jax.value_and_grad(functools.partial(jaxsoftmax.linear_cross_entropy, **options), (0, 1))
+    outer, *inner = jaxsoftmax.explain(both, *types(*shape, dtype), platform="cuda")
+    assert (outer.primitive, outer.implementation) == ("linear_cross_entropy_gradient", "xla")
+    assert why in outer.refusals[0][1]
+    assert [decision.primitive for decision in inner] == ["cross_entropy_gradient"]
+
+
+@pytest.mark.parametrize("has_labels", [True, False], ids=["classes", "probabilities"])
+@pytest.mark.parametrize("implementation", [None, "mosaic", "xla"])
+def test_what_runs(implementation, has_labels):
+    hidden, weight, labels = types(128, 64, 256, 1, "bfloat16")
+    labels = labels if has_labels else jax.ShapeDtypeStruct((128, 256), np.float32)
+    f = jax.grad(functools.partial(jaxsoftmax.linear_cross_entropy, implementation=implementation))
+    explanation = jaxsoftmax.explain(f, hidden, weight, labels, platform="cuda")
+    assert has_labels == ("linear_cross_entropy_gradient" in {decision.primitive for decision in explanation})
+    if has_labels:
+        cases.assert_all_run_on(implementation or "mosaic", explanation)
+
+
+def test_the_examples_of_a_batch_have_their_logits_made_part_by_part():
+    hidden, weight, labels = types(128, 64, 256, 1, "bfloat16")
+    hidden, labels = (jax.ShapeDtypeStruct((3, *array.shape), array.dtype) for array in (hidden, labels))
+    f = jax.vmap(jax.grad(jaxsoftmax.linear_cross_entropy), (0, None, 0))
+    outer, *_ = jaxsoftmax.explain(f, hidden, weight, labels, platform="cuda")
+    assert outer.implementation == "xla"
+    assert "the examples of a batch have gradients of the weight of their own" in outer.refusals[0][1]
+
+
+@pytest.mark.parametrize(("shape", "is_whole"), [(WHOLE[1], True), (SHAPES[2], False)], ids=cases.ident)
+def test_a_plan_says_how_it_runs(shape, is_whole):
+    operands = operands_of(shape)
+    plan = plans.plan_of(
+        plans.linear_problem_of(head_of(shape), operands, wrt=("hidden",)), replace(HOPPER, multiprocessors=78)
+    )
+    assert not isinstance(plan, Refusal)
+    assert (plan.blocks, plan.is_whole) == (78, is_whole)
+    more = "weights of scores in memory" if is_whole else "made twice for blocks of classes"
+    assert plan.describe() == f"tiles of 128 rows by 256 classes, 3 stages, 2 consumer warpgroups, {more}"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=cases.ident)
+def test_it_is_lowered(shape):
+    f = jax.grad(functools.partial(jaxsoftmax.linear_cross_entropy, class_axis=shape[3]), (0, 1))
+    names = [NAME] if shape in WHOLE else ["linear_log_probs_mosaic", "linear_log_probs_gradient_mosaic"]
+    kernels.lowered_for_cuda(f, *types(*shape, "bfloat16"), kernels=names)
+
+
+def test_the_kernel_of_several_parts_is_lowered_once(monkeypatch):
+    monkeypatch.setattr(parts, "MOST_WITH_GRADIENT", 128 * 256 * 2)
+    text = kernels.lowered_for_cuda(jax.grad(jaxsoftmax.linear_cross_entropy, (0, 1)), *types(1000, 64, 256, 1, "bfloat16"))
+    assert kernels.kernel_names(text) == [NAME]
+
+
+# On a GPU.
+
+NATIVE = [
+    *((1000, 256, 50304, axis) for axis in (0, 1)),
+    (3001, 128, 32000, 0),
+    (1000, 256, 50257, 1),  # a weight that is copied
+    (2050, 1024, 4104, 0),
+    (130, 192, 264, 0),
+    (1, 64, 8, 0),
+    (129, 4096, 128256, 1),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", NATIVE, ids=cases.ident)
+def test_native_results_and_gradients(shape, kind, monkeypatch):
+    """The sum of weighted losses and its gradients, in several parts of rows or blocks of classes, against whole logits."""
+    monkeypatch.setattr(parts, "MOST_WITH_GRADIENT", 512 * shape[2] * 2)
+    monkeypatch.setattr(linear_terms, "_ONE_BLOCK", 512 * shape[2] * 2)
+    options = dict(KINDS[kind])
+    operands = operands_of(shape, **{name: options.pop(name) for name in ("has_bias", "is_scaled") if name in options})
+    if "logits_soft_cap" in options and "bias" in operands:
+        operands["bias"] = np.maximum(operands["bias"], -3)
+    temperature = jnp.asarray(1 / operands["scale"]) if "scale" in operands else None
+    bias = jnp.asarray(operands["bias"]) if "bias" in operands else None
+    labels, factors = jnp.asarray(operands["labels"]), jnp.asarray(operands["factors"])
+    wrt = (0, 1, *([2] if temperature is not None else []), *([3] if bias is not None else []))
+
+    def ours(hidden, weight, temperature, bias):
+        more = options | {"temperature": temperature, "bias": bias, "sample_weight": factors, "class_axis": shape[3]}
+        loss, lse, entropy = jaxsoftmax.linear_cross_entropy(
+            hidden, weight, labels, reduction="sum", return_lse=True, return_entropy=True, **more
+        )
+        return loss, (jax.lax.stop_gradient(lse), jax.lax.stop_gradient(entropy))
+
+    def whole(hidden, weight, temperature, bias):
+        weight = (weight if shape[3] == 1 else weight.T).astype(jnp.float32)
+        logits = jnp.dot(hidden.astype(jnp.float32), weight, precision="highest")
+        logits = logits if bias is None else logits + bias[None]
+        cap, more = options.get("logits_soft_cap"), {"scale": None if temperature is None else 1 / temperature}
+        scores = logits if cap is None else cap * jnp.tanh(logits / cap)
+        losses, lse = jaxsoftmax.cross_entropy(logits, labels, return_lse=True, implementation="xla", **options, **more)
+        counts = factors != 0
+        entropy = jaxsoftmax.entropy(scores, implementation="xla", **more)
+        return jnp.sum(factors * losses), (jnp.where(counts, lse, 0), jnp.where(counts, entropy, 0))
+
+    arrays = operands["hidden"], operands["weight"], temperature, bias
+    f, truth = (jax.jit(jax.value_and_grad(f, wrt, has_aux=True)) for f in (ours, whole))
+    cases.assert_ran("mosaic", f, *arrays)
+    found, expected = f(*arrays), truth(*arrays)
+    assert [np.asarray(a).tobytes() for a in jax.tree.leaves(found)] == [
+        np.asarray(a).tobytes() for a in jax.tree.leaves(f(*arrays))
+    ]
+    (loss, others), gradients = found
+    (expected_loss, expected_others), expected_gradients = expected
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-4, atol=1e-3)
+    for a, b in zip(others, expected_others, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
+    for a, b, most in zip(gradients, expected_gradients, (0.005, 0.005, 2e-4, 0.005), strict=False):
+        assert np.all(np.isfinite(np.float64(a)))
+        assert np.linalg.norm(np.float64(a) - np.float64(b)) <= most * np.linalg.norm(np.float64(b))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("top", [40.0, 400.0])
+def test_native_weights_that_overflow_are_made_again(top, monkeypatch):
+    shape = (1000, 64, 32000, 1)
+    monkeypatch.setattr(parts, "MOST_WITH_GRADIENT", 512 * shape[2] * 2)
+    operands, head = operands_of(shape, 1.0), head_of(shape)
+    weight = operands["weight"].at[0].set(0).at[0, 1].set(top)
+    hidden = operands["hidden"].at[:, 0].set(jnp.where(jnp.arange(1000) % 300 == 0, 30, 0).astype(jnp.bfloat16))
+    operands |= {"hidden": hidden, "weight": weight}
+    factors = jnp.asarray(operands["factors"])
+
+    @jax.jit
+    def f(hidden, weight):
+        options = {"sample_weight": factors, "reduction": "sum"}
+        return jax.value_and_grad(lambda *wrt: jaxsoftmax.linear_cross_entropy(*wrt, operands["labels"], **options), (0, 1))(
+            hidden, weight
+        )
+
+    cases.assert_ran("mosaic", f, hidden, weight)
+    loss, (of_hidden, of_weight) = f(hidden, weight)
+    expected = in_float64(head, operands)
+    np.testing.assert_allclose(loss, np.sum(expected["losses"] * np.float64(factors)), rtol=1e-5, atol=1e-3)
+    check({"hidden": of_hidden, "weight": of_weight}, expected)
