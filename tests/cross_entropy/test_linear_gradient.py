@@ -20,7 +20,7 @@ from ..support.cross_entropy import plans
 from ..support.cross_entropy.tiles import LEFT_OUT, SHAPES, bias_of, given, temperatures, types
 
 NAME = "linear_cross_entropy_gradient_mosaic"
-WHOLE = [(130, 192, 264, 0), (200, 128, 576, 1), (1, 64, 8, 0), (128, 64, 256, 1)]  # shapes that need no copy of the weight
+ALIGNED = [(200, 128, 576, 1), (128, 64, 256, 1)]  # shapes of `SHAPES` whose weights are aligned
 # What differs between kernels: a cap, a bias and a temperature; and the z-loss.
 KINDS = {
     "plain": {},
@@ -69,14 +69,14 @@ def in_float64(head, operands):
     return {"losses": nll + head.z_loss * lse**2, "lse": lse, "entropy": entropy} | gradients
 
 
-def check(found, expected):
-    """Weights and hidden states times factors are rounded to 16 bits, and results: the scores are not."""
+def check(found, expected, of_rows=1e-6):
+    """Weights, the gradient of the logits, and gradients are rounded to 16 bits. Numbers of rows err by `of_rows` at most."""
     most = dict.fromkeys(("hidden", "weight", "bias"), 0.005)
     for name, each in found.items():
         assert np.all(np.isfinite(np.float64(each))), name
         assert each.shape == expected[name].shape, name
         error = np.linalg.norm(np.float64(each) - expected[name])
-        assert error <= most.get(name, 1e-6) * np.linalg.norm(expected[name]), name
+        assert error <= most.get(name, of_rows) * np.linalg.norm(expected[name]), name
 
 
 def operands_of(shape, factor=4.0, has_bias=False, is_scaled=False):
@@ -118,7 +118,7 @@ def test_interpreted_results_and_gradients_are_right(shape, kind):
 
 
 @pytest.mark.parametrize("wrt", [("hidden",), ("weight",), (), ("weight", "hidden")], ids=str)
-@pytest.mark.parametrize("shape", [WHOLE[1], SHAPES[2]], ids=cases.ident)
+@pytest.mark.parametrize("shape", [ALIGNED[0], SHAPES[2]], ids=cases.ident)
 def test_interpreted_gradients_that_are_asked_for(shape, wrt):
     operands, head = operands_of(shape), head_of(shape)
     found, expected = run(head, wrt, operands), in_float64(head, operands)
@@ -139,35 +139,29 @@ def test_interpreted_gradients_of_several_parts_of_rows(class_axis, monkeypatch)
 
 
 @pytest.mark.parametrize("is_scaled", [True, False])
-@pytest.mark.parametrize("top", [8.0, 40.0, 400.0])
-def test_interpreted_weights_that_overflow_are_made_again(top, is_scaled):
-    """A class that is not among those of the first guess has a score far above all of these, in every third row."""
+@pytest.mark.parametrize("top", [8.0, 400.0])
+def test_interpreted_gradients_of_rows_that_one_class_leads(top, is_scaled):
+    """Tiles without that class have weights relative to their own largest score, far below, in every third row."""
     shape = (200, 64, 1024, 1)
     operands, head = operands_of(shape, 1.0, is_scaled=is_scaled), head_of(shape, z_loss=1e-4)
-    weight = np.array(operands["weight"].astype(jnp.float32))
-    weight[0] = 0
-    weight[0, 1] = top
-    operands["weight"] = jnp.asarray(weight).astype(jnp.bfloat16)
-    operands["hidden"] = operands["hidden"].at[:, 0].set(jnp.where(jnp.arange(200) % 3 == 0, 30, 0).astype(jnp.bfloat16))
+    weight = operands["weight"].at[0].set(0).at[0, 300].set(top)
+    hidden = operands["hidden"].at[:, 0].set(jnp.where(jnp.arange(200) % 3 == 0, 30, 0).astype(jnp.bfloat16))
+    operands |= {"hidden": hidden, "weight": weight}
     check(run(head, wrt_of(operands), operands), in_float64(head, operands))
 
 
-def test_interpreted_gradients_where_a_z_loss_holds_up_the_log_sum_exp():
-    """The derivative of a loss by its log-sum-exp is 0 in some rows, and near 0 in others: only the label's is left."""
-    shape = (128, 64, 256, 1)
+def test_interpreted_gradients_where_a_z_loss_has_no_slope():
+    """Where `1 + 2 * z_loss * lse` is 0, the gradient is that of the label alone."""
+    shape, head = (128, 64, 256, 1), head_of((128, 64, 256, 1), z_loss=10.0)
     operands = operands_of(shape, 1.0)
-    lse = in_float64(head_of(shape), operands)["lse"]
-    head = head_of(shape, z_loss=10.0)
-    operands["bias"] = np.full(256, -np.median(lse) - 1 / 20, np.float32)
-    check(run(head, ("hidden", "weight"), operands), in_float64(head, operands))
-    operands["hidden"] = operands["hidden"].at[:].set(0)  # all rows alike, with a derivative of 0
-    operands["bias"] = np.full(256, np.float32(-np.log(256) - 1 / 20))
+    operands |= {"hidden": operands["hidden"].at[:].set(0), "bias": np.full(256, -np.log(256) - 1 / 20, np.float32)}
     found, expected = run(head, ("hidden",), operands), in_float64(head, operands)
-    assert np.linalg.norm(np.float64(found["hidden"]) - expected["hidden"]) <= 0.005 * np.linalg.norm(expected["hidden"])
+    error = np.linalg.norm(np.float64(found["hidden"]) - expected["hidden"])
+    assert error <= 0.005 * np.linalg.norm(expected["hidden"])
 
 
 @pytest.mark.parametrize("size", [200, -200])
-@pytest.mark.parametrize("shape", [(130, 64, 264, 0), (130, 72, 259, 1)], ids=cases.ident)
+@pytest.mark.parametrize("shape", [(130, 64, 320, 0), (130, 72, 259, 1)], ids=cases.ident)
 def test_interpreted_rows_that_do_not_count_have_none(shape, size):
     """Exponentials of a bias overflow in rows whose hidden states are zeros."""
     operands, head = operands_of(shape, 1.0, is_scaled=True), head_of(shape, return_entropy=True)
@@ -179,10 +173,10 @@ def test_interpreted_rows_that_do_not_count_have_none(shape, size):
     for name in ("losses", "lse", "entropy", "hidden", "scale"):
         np.testing.assert_array_equal(np.float64(found[name])[ignored], 0)
         expected[name][ignored] = 0
-    check(found, expected)
+    check(found, expected, of_rows=1e-5)
 
 
-@pytest.mark.parametrize("shape", [WHOLE[1], SHAPES[2]], ids=cases.ident)
+@pytest.mark.parametrize("shape", [ALIGNED[0], SHAPES[2]], ids=cases.ident)
 def test_interpreted_labels_that_are_no_class(shape):
     """The loss is NaN, and the gradient is the softmax times the factor, as it is from logits."""
     operands, head = operands_of(shape, 1.0), head_of(shape)
@@ -196,20 +190,16 @@ def test_interpreted_labels_that_are_no_class(shape):
     assert np.linalg.norm(np.float64(found["hidden"][3]) - expected) <= 0.005 * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
-def test_interpreted_rows_that_are_not_finite(number):
-    """They end, and leave the losses of other rows, and the gradients of their hidden states, alone."""
+def test_interpreted_rows_of_nan_leave_other_rows_alone():
     shape = (128, 64, 256, 1)
     operands, head = operands_of(shape, 1.0), head_of(shape)
     expected = in_float64(head, operands)
-    operands["hidden"] = operands["hidden"].at[4].set(number)
+    operands["hidden"] = operands["hidden"].at[4].set(np.nan)
     found = run(head, ("hidden",), operands)
-    assert not np.isfinite(found["losses"][4])
-    assert not np.any(np.isfinite(np.float64(found["hidden"][4])))
-    check(
-        {name: np.delete(np.float64(each), 4, 0) for name, each in found.items()},
-        {name: np.delete(each, 4, 0) for name, each in expected.items() if name in found},
-    )
+    assert np.isnan(found["losses"][4])
+    assert np.all(np.isnan(np.float64(found["hidden"][4])))
+    found = {name: np.delete(np.float64(each), 4, 0) for name, each in found.items()}
+    check(found, {name: np.delete(expected[name], 4, 0) for name in found})
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e30])
@@ -264,22 +254,22 @@ def test_the_examples_of_a_batch_have_their_logits_made_part_by_part():
     assert "the examples of a batch have gradients of the weight of their own" in outer.refusals[0][1]
 
 
-@pytest.mark.parametrize(("shape", "is_whole"), [(WHOLE[1], True), (SHAPES[2], False)], ids=cases.ident)
-def test_a_plan_says_how_it_runs(shape, is_whole):
+@pytest.mark.parametrize(("shape", "is_aligned"), [(ALIGNED[0], True), (SHAPES[2], False)], ids=cases.ident)
+def test_a_plan_says_how_it_runs(shape, is_aligned):
     operands = operands_of(shape)
     plan = plans.plan_of(
         plans.linear_problem_of(head_of(shape), operands, wrt=("hidden",)), replace(HOPPER, multiprocessors=78)
     )
     assert not isinstance(plan, Refusal)
-    assert (plan.blocks, plan.is_whole) == (78, is_whole)
-    more = "weights of scores in memory" if is_whole else "made twice for blocks of classes"
+    assert (plan.blocks, plan.is_aligned) == (78, is_aligned)
+    more = "weights of scores in memory" if is_aligned else "made twice for blocks of classes"
     assert plan.describe() == f"tiles of 128 rows by 256 classes, 3 stages, 2 consumer warpgroups, {more}"
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=cases.ident)
 def test_it_is_lowered(shape):
     f = jax.grad(functools.partial(jaxsoftmax.linear_cross_entropy, class_axis=shape[3]), (0, 1))
-    names = [NAME] if shape in WHOLE else ["linear_log_probs_mosaic", "linear_log_probs_gradient_mosaic"]
+    names = [NAME] if shape in ALIGNED else ["linear_log_probs_mosaic", "linear_log_probs_gradient_mosaic"]
     kernels.lowered_for_cuda(f, *types(*shape, "bfloat16"), kernels=names)
 
 
@@ -356,25 +346,25 @@ def test_native_results_and_gradients(shape, kind, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("top", [40.0, 400.0])
-def test_native_weights_that_overflow_are_made_again(top, monkeypatch):
-    shape = (1000, 64, 32000, 1)
-    monkeypatch.setattr(parts, "MOST_WITH_GRADIENT", 512 * shape[2] * 2)
-    operands, head = operands_of(shape, 1.0), head_of(shape)
-    weight = operands["weight"].at[0].set(0).at[0, 1].set(top)
-    hidden = operands["hidden"].at[:, 0].set(jnp.where(jnp.arange(1000) % 300 == 0, 30, 0).astype(jnp.bfloat16))
-    operands |= {"hidden": hidden, "weight": weight}
-    factors = jnp.asarray(operands["factors"])
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("shape", [(300, 256, 5056, 1), (300, 256, 5057, 1)], ids=cases.ident)
+def test_native_rows_that_are_not_finite_leave_other_rows_alone(shape, number):
+    hidden, weight, labels = given(*shape, "bfloat16")
+    labels = jnp.asarray(np.clip(labels, 0, shape[2] - 1))
+    f = jax.jit(jax.grad(jaxsoftmax.linear_cross_entropy))
+    cases.assert_ran("mosaic", f, hidden, weight, labels)
+    expected, found = f(hidden, weight, labels), np.float64(f(hidden.at[4].set(number), weight, labels))
+    assert not np.any(np.isfinite(found[4]))
+    np.testing.assert_array_equal(np.delete(found, 4, 0), np.delete(np.float64(expected), 4, 0))
 
-    @jax.jit
-    def f(hidden, weight):
-        options = {"sample_weight": factors, "reduction": "sum"}
-        return jax.value_and_grad(lambda *wrt: jaxsoftmax.linear_cross_entropy(*wrt, operands["labels"], **options), (0, 1))(
-            hidden, weight
-        )
 
-    cases.assert_ran("mosaic", f, hidden, weight)
-    loss, (of_hidden, of_weight) = f(hidden, weight)
-    expected = in_float64(head, operands)
-    np.testing.assert_allclose(loss, np.sum(expected["losses"] * np.float64(factors)), rtol=1e-5, atol=1e-3)
-    check({"hidden": of_hidden, "weight": of_weight}, expected)
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("shape", [(1000, 256, 50304, 1), (3001, 128, 32000, 0), (1000, 256, 50257, 1)], ids=cases.ident)
+def test_native_losses_are_those_without_gradients(shape):
+    """A loss of 16-bit operands does not change its value where it is differentiated, except by the order of a sum."""
+    hidden, weight, labels = given(*shape, "bfloat16", 4)
+    labels = jnp.asarray(np.clip(labels, 0, shape[2] - 1))
+    loss = jax.jit(functools.partial(jaxsoftmax.linear_cross_entropy, class_axis=shape[3]))
+    both = jax.jit(jax.value_and_grad(functools.partial(jaxsoftmax.linear_cross_entropy, class_axis=shape[3]), (0, 1)))
+    np.testing.assert_allclose(loss(hidden, weight, labels), both(hidden, weight, labels)[0], rtol=1e-6)

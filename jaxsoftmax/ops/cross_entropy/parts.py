@@ -29,12 +29,13 @@ def by_parts(
 
     Args:
       function: `function(sums, *parts of the arrays)` returns the new sums, and results `[rows of the part, ...]`. The sums
-        that it gets first are None if there is one part, or if the first is apart, else zeros.
+        that it gets first are None if there is one part, or if the first of several is apart, else zeros.
       most: bytes that the logits of a part take, approximately.
       bytes_of_row: bytes that those of a row take.
       arrays: arrays whose first axis has the rows.
-      is_first_apart: True to compute the first part in front of the loop over the others, which saves the zeros, and adding to
-        them. On automatic axes of several devices that would add up the gradient of the weight over the devices twice.
+      is_first_apart: True to compute the first of three or more parts in front of the loop over the others, which saves the
+        zeros, and adding to them. On automatic axes of several devices that would add up the gradient of the weight over the
+        devices twice.
 
     Returns:
       The sums, and the results of all rows. The last rows of parts may be zeros, whose results are left out. Symbolic sizes
@@ -55,6 +56,8 @@ def by_parts(
         return (sums, [lax.dynamic_update_index_in_dim(a, b, i, 1) for a, b in zip(results, new, strict=True)]), None
 
     in_parts = list(map(interleaved, arrays))
+    # Of two parts XLA takes the loop apart: the gradient of the weight is then in memory twice.
+    is_first_apart &= parts > 2
     first = [array[:, 0] for array in in_parts]
     sums, found = function(None, *first) if is_first_apart else jax.eval_shape(function, None, *first)
     results = [jax.ShapeDtypeStruct((rows_of_part, parts, *kind.shape[1:]), kind.dtype) for kind in found]

@@ -100,9 +100,9 @@ def cross_entropy_vjp(x, m, d, a, b, c, e, labels, where, scale, *, axes, dtype,
     if b is None:
         return gradient
     if soft_cap is None and gradient.dtype == acc:  # adding `b` rounds once, and gathers no scores
-        return put(gradient, labels, b if of_scores else _times(b, scale), axes, adds=True)
+        return _put(gradient, labels, b if of_scores else _times(b, scale), axes, adds=True)
     seen = None if where is None else entry_at(jnp.zeros_like(x, jnp.int32) + where.astype(jnp.int32), labels, axes, 0) != 0
-    return put(gradient, labels, gradient_at(entry_at(x, labels, axes, 0), seen, b), axes)
+    return _put(gradient, labels, gradient_at(entry_at(x, labels, axes, 0), seen, b), axes)
 
 
 def _weighted(a, e, counts, x, m, d, where, scale, soft_cap):
@@ -252,7 +252,7 @@ def entry_at(values, labels, axes, otherwise):
     return jnp.where((labels >= 0) & (labels < size), chosen, otherwise)
 
 
-def put(values, labels, numbers, axes, adds=False):
+def _put(values, labels, numbers, axes, adds=False):
     """Replaces the entry at each row's label by a number, or adds the number; a label that is no entry changes nothing.
 
     A scatter does it: comparing every place with the label takes a CPU as long as the rest of a gradient.

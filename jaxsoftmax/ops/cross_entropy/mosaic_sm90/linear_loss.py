@@ -37,9 +37,9 @@ TILE_ROWS = _CONSUMERS * _ROWS
 _DEPTH, _STAGES = 64, 4  # shared memory: hidden units of a stage, and stages
 _ALWAYS_PAIRED = 8  # more tiles of rows than these are filled up to an even number, for clusters of two blocks
 _SIDE_BY_SIDE = 16  # tiles of rows that blocks go over before the next classes: both operands stay in the L2 cache
-LAYOUT = plgpu.Layout.WGMMA
+_LAYOUT = plgpu.Layout.WGMMA
 LOG2E = math.log2(math.e)
-LEAST_EXPONENT = -1000.0  # in base 2: the weight of a smaller one is 0, and an infinite one times that is NaN
+_LEAST_EXPONENT = -1000.0  # in base 2: the weight of a smaller one is 0, and an infinite one times that is NaN
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def terms_of_rows(head, blocks, hidden, weight, labels, bias=None, scale=None, r
         own = piece.shape[class_axis]
         pieces.append(
             launch(
-                functools.partial(_reduce, has_scale=scale is not None, has_bias=bias is not None, classes=own),
+                functools.partial(reduce_logits, has_scale=scale is not None, has_bias=bias is not None, classes=own),
                 head,
                 blocks,
                 operands,
@@ -342,12 +342,12 @@ class LogitTile:
 
     def is_label(self, shape, first=0) -> Any:
         """Marks the labels of rows among the columns of this shape that start at `first`."""
-        label = plgpu.load(self.labels.at[self.rows], layout=LAYOUT.reduce(1), optimized=False) - self.first - first
+        label = plgpu.load(self.labels.at[self.rows], layout=_LAYOUT.reduce(1), optimized=False) - self.first - first
         return _columns(shape) == lax.broadcast_in_dim(label, shape, (0,))
 
     def number(self, numbers) -> Any:
         """Returns the numbers of its rows."""
-        return plgpu.load(numbers.at[self.rows], layout=LAYOUT.reduce(1), optimized=False)
+        return plgpu.load(numbers.at[self.rows], layout=_LAYOUT.reduce(1), optimized=False)
 
     def of_own_classes(self, x, classes, otherwise, first=0) -> Any:
         """Replaces columns beyond the last class in those that start at `first`."""
@@ -359,14 +359,14 @@ class LogitTile:
 
     def along_columns(self, numbers) -> Any:
         """Returns the numbers of its classes."""
-        return plgpu.load(numbers.at[pl.ds(self.first, TILE_CLASSES)], layout=LAYOUT.reduce(0), optimized=False)
+        return plgpu.load(numbers.at[pl.ds(self.first, TILE_CLASSES)], layout=_LAYOUT.reduce(0), optimized=False)
 
 
 def _columns(shape):
-    return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=LAYOUT)
+    return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_LAYOUT)
 
 
-def along_rows(numbers, shape):
+def _along_rows(numbers, shape):
     return lax.broadcast_in_dim(numbers, shape, (0,))
 
 
@@ -420,13 +420,16 @@ def _multiply(slots, warpgroup, steps, class_axis, before):
     return product
 
 
-def _reduce(tile, x, numbers, results, staging, *, has_scale, has_bias, classes):
-    """Reduces the logits of a tile to the states of its rows."""
-    del staging
-    maxima, sums, scores, *exponents = results
-    at = tile.column, tile.rows
-    if tile.soft_cap is not None:
-        x = fused.fused(capped, (tile.soft_cap,), [x], LAYOUT)
+def reduce_logits(tile, x, numbers, results, staging, *, has_scale, has_bias, classes):
+    """Reduces the logits of a tile to the states of its rows.
+
+    With `staging` it also stores their weights, as the first result: relative to the largest score of the row in the tile, and
+    times the slope of the scores if they are capped.
+    """
+    stored, (maxima, sums, scores, *exponents) = results[: len(staging)], results[len(staging) :]
+    at, cap = (tile.column, tile.rows), tile.soft_cap
+    if cap is not None:
+        x = fused.fused(_capped, (cap,), [x], _LAYOUT)
 
     @pl.when(tile.has_label)
     def _():
@@ -435,18 +438,41 @@ def _reduce(tile, x, numbers, results, staging, *, has_scale, has_bias, classes)
     x = tile.of_own_classes(x, classes, -jnp.inf)
     m = jnp.max(x, 1)
     maxima[at] = m
-    # The difference first: at low temperatures the scores, and with a bias all scores of a tile, may be so large that their
-    # products are rounded by more than 1, or are infinite.
-    if has_scale or has_bias:
-        below = x - along_rows(online.shift(m), x.shape)
-        exponent = below * (along_rows(tile.number(numbers[0]), x.shape) if has_scale else LOG2E)
-    else:
-        exponent = x * LOG2E - along_rows(online.shift(m) * LOG2E, x.shape)
-    weights = jnp.exp2(exponent)
-    sums[at] = jnp.sum(weights, 1)
+    m = online.shift(m)
+    # What needs a weight twice takes registers for both, which there are for a part of the columns.
+    columns = _DEPTH if staging and (exponents or cap is not None) else TILE_CLASSES
+    totals, products = [], []
+    for first in range(0, TILE_CLASSES, columns):
+        score = lax.slice(x, (0, first), (len(x), first + columns))
+        # The difference first: at low temperatures the scores, and with a bias all scores of a tile, may be so large that their
+        # products are rounded by more than 1, or are infinite.
+        if has_scale or has_bias:
+            unit = _along_rows(tile.number(numbers[0]), score.shape) if has_scale else LOG2E
+            exponent = (score - _along_rows(m, score.shape)) * unit
+        else:
+            exponent = score * LOG2E - _along_rows(m * LOG2E, score.shape)
+        weights = jnp.exp2(exponent)
+        totals.append(jnp.sum(weights, 1))
+        if exponents:
+            products.append(jnp.sum(weights * jnp.maximum(exponent, _LEAST_EXPONENT), 1))
+        for stage in staging:
+            if cap is not None:  # beyond the last class the score is infinite
+                bent = jnp.maximum(score, -cap) * (1 / cap)
+                weights -= weights * bent * bent
+            if first == 0:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left
+            stage[:, pl.ds(first, columns)] = weights.astype(stage.dtype)
+    for stage, array in zip(staging, stored, strict=True):
+        _store(tile, stage, array)
+    sums[at] = functools.reduce(jnp.add, totals)
     for sums_of_exponents in exponents:
-        bounded = jnp.maximum(exponent, LEAST_EXPONENT)
-        sums_of_exponents[at] = jnp.sum(weights * bounded, 1) * (1 / LOG2E)
+        sums_of_exponents[at] = functools.reduce(jnp.add, products) * (1 / LOG2E)
+
+
+def _store(tile, stage, array):
+    """Stores what shared memory has of a tile."""
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(stage, array.at[tile.rows, pl.ds(tile.first, TILE_CLASSES)])
 
 
 def _differentiate(tile, x, numbers, results, staging, *, has_entropy, classes):
@@ -461,12 +487,12 @@ def _differentiate(tile, x, numbers, results, staging, *, has_entropy, classes):
     columns = TILE_CLASSES if is_whole else _DEPTH
     for first in range(0, TILE_CLASSES, columns):
         score = x if is_whole else lax.slice(x, (0, first), (len(x), first + columns))
-        unit, m, a, b, *e = (functools.partial(along_rows, number, score.shape) for number in numbers)
-        bent = None if cap is None else fused.fused(_bent, (cap,), [score], LAYOUT)
+        unit, m, a, b, *e = (functools.partial(_along_rows, number, score.shape) for number in numbers)
+        bent = None if cap is None else fused.fused(_bent, (cap,), [score], _LAYOUT)
         score = score if bent is None else cap * bent
         exponent = (score - m()) * unit()
         weights = jnp.exp2(exponent)
-        factor = a() + e[0]() * jnp.maximum(exponent, LEAST_EXPONENT) if has_entropy else a()
+        factor = a() + e[0]() * jnp.maximum(exponent, _LEAST_EXPONENT) if has_entropy else a()
 
         def with_label(total, b=b, first=first):
             return total + jnp.where(tile.is_label(total.shape, first), b(), 0.0)
@@ -481,8 +507,7 @@ def _differentiate(tile, x, numbers, results, staging, *, has_entropy, classes):
         if first == 0:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left
         stage[:, pl.ds(first, columns)] = total.astype(stage.dtype)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(stage, gradient.at[tile.rows, pl.ds(tile.first, TILE_CLASSES)])
+    _store(tile, stage, gradient)
     for result in sums:
         result[tile.column, tile.rows] = functools.reduce(jnp.add, of_scale)
 
@@ -492,5 +517,5 @@ def _bent(soft_cap, x):
     return fused.tanh(x * (1 / soft_cap))
 
 
-def capped(soft_cap, x):
+def _capped(soft_cap, x):
     return soft_cap * _bent(soft_cap, x)
