@@ -244,6 +244,25 @@ def test_classes_that_devices_share_in_a_shard_map(kind, check_vma):
 
 
 @X64
+@pytest.mark.parametrize("kind", cases.quick("forward_kl", slow=["reverse_kl", "js"]))
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.usefixtures("in_parts")
+def test_second_derivatives_of_classes_that_devices_share(kind, check_vma):
+    """Derivatives by the temperature go through the collective of each part."""
+    mesh = make_mesh(AxisType.Auto, (4,), ("model",))
+    arrays = {name: given(rows=(1024,))[name] for name in (*OPERANDS, "temperature")}
+    specs = {name: P(None, "model") if "weight" in name else P() for name in arrays}
+    local = functools.partial(by_parts, kind=kind, axis_name="model")
+    f = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=check_vma)
+
+    def second(f):
+        gradient = jax.grad(lambda wrt: jnp.sin(f(wrt)))
+        return jax.jit(lambda wrt: jax.jvp(gradient, (wrt,), (jax.tree.map(jnp.cos, wrt),))[1])(arrays)
+
+    oracle.assert_same_in_float64(second(f), second(functools.partial(whole, kind=kind)))
+
+
+@X64
 @pytest.mark.usefixtures("in_parts")
 def test_examples_of_a_batch():
     arrays = {name: given()[name] for name in OPERANDS}

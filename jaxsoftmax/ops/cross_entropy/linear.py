@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoftmax._core import sharding
-from jaxsoftmax.ops.cross_entropy.linear_parts import Layer, Wanted, is_one_part
+from jaxsoftmax.ops.cross_entropy.linear_parts import Layer, Wanted
 from jaxsoftmax.ops.cross_entropy.loss import Head
 from jaxsoftmax.ops.softmax.across_devices import is_zero
 
@@ -31,8 +31,6 @@ def _jvp(head, primals, tangents):
     layers, rows, factors = primals
     t_layers, t_rows = [_moving(layer) for layer in tangents[0]], _moving(tangents[1])
     wanted = Wanted(tuple(map(tuple, t_layers)), tuple(t_rows))
-    if head.axis_name and "scale" in rows and not is_one_part(head, layers, len(factors), wanted):
-        rows = rows | {"scale": _not_twice(rows["scale"])}
     (losses, *others), by_layers, by_rows = head.gradients_of_rows(layers, rows, factors, wanted)
     # The transpose of these products scales the gradients by the cotangent of the sum.
     moving = [*zip(by_layers, t_layers, strict=True), (by_rows, t_rows)]
@@ -42,24 +40,6 @@ def _jvp(head, primals, tangents):
     moved = sum([jnp.sum(a.astype(total.dtype) * t.astype(total.dtype)) for a, t in pairs], start=jnp.zeros_like(total))
     t_others = _tangents_of_others(head, layers, rows, t_layers, t_rows) if others else []
     return (total, others), (sharding.varying_as([moved], [total])[0], sharding.varying_as(t_others, others))
-
-
-@jax.custom_jvp
-def _not_twice(scale: jax.Array) -> jax.Array:
-    """Returns the scale, and raises NotImplementedError if a derivative is differentiated by it.
-
-    Tangents of the gradient by the scale are wrong if a `lax.scan` over parts computes the terms that devices merge. The cause
-    is not known. Without a scan they are right, and so are tangents of tangents (JAX 0.11.2, also on one device).
-    """
-    return scale
-
-
-@_not_twice.defjvp
-def _no_second_derivative(primals, tangents):
-    raise NotImplementedError(
-        "gradients of a mean or sum are not differentiated by the temperature where devices share the classes and rows are"
-        ' computed in several parts; take reduction="none"'
-    )
 
 
 def _moving(tangents: dict[str, Any]) -> dict[str, jax.Array]:

@@ -128,8 +128,7 @@ def linear_cross_entropy(
         `logits_dtype` is neither of the two, `ignore_index` comes with floating labels, there are more classes than int32
         can count, `axis_name` is not a mesh axis of a `shard_map` around the call, or there is no `implementation` of this
         name.
-      NotImplementedError: the named `implementation` cannot run this call, or the gradient of a "mean" or "sum" in several
-        parts is differentiated by `temperature` where devices share the classes. The message gives the reason.
+      NotImplementedError: the named `implementation` cannot run this call. The message gives the reason.
 
     Examples:
       >>> import jax

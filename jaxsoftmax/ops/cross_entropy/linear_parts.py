@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax.ops.cross_entropy import parts
-from jaxsoftmax.ops.cross_entropy.parts import by_parts, product, sizes
+from jaxsoftmax.ops.cross_entropy.parts import by_parts, product
 
 if TYPE_CHECKING:
     from jaxsoftmax.ops.cross_entropy.loss import Head
@@ -115,11 +115,6 @@ def _logits(head: "Head", layers, hidden) -> list[jax.Array]:
         x = product(h, layer["weight"].astype(h.dtype), 1, 1 - axis, wide)
         found.append(x if bias is None else (x + bias.astype(wide)[None]).astype(dtype))
     return found
-
-
-def is_one_part(head: "Head", layers: Sequence[Layer], rows: int, wanted: Wanted) -> bool:
-    """Tells whether `gradients_of_parts` computes all rows at once."""
-    return sizes(rows, _bytes_of_row(head, layers, wanted.layers), _most(layers))[1] == 1
 
 
 def _most(layers) -> int:

@@ -42,9 +42,8 @@ def results_of_rows(head: "LogProbHead", axis_name: tuple[str, ...], flags: tupl
     if axis_name:
         n, exponents = chosen.shape[1], sums.pop() if has_entropy else None
         cuts = _cuts(head, axis_name, operands)
-        m, d, *merged = across_devices.merge_states(
-            m, d, *jnp.unstack(chosen, axis=1), *sums, cuts=cuts, scale=scale, exponents=exponents
-        )
+        numbers = m, d, *jnp.unstack(chosen, axis=1), *sums
+        m, d, *merged = across_devices.merge_states(*numbers, cuts=cuts, scale=lax.stop_gradient(scale), exponents=exponents)
         chosen, sums = jnp.stack(merged[:n], 1), merged[n:]
     chosen = jnp.where(labels == xla.NO_CLASS, jnp.nan, chosen)  # a row that does not take part has 0
     m, d, *sums = (number[:, None] for number in (m, d, *sums))

@@ -31,11 +31,12 @@ from jax import lax
 from jaxsoftmax._core import sharding
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.operation import OnShards, Operand, Operation
-from jaxsoftmax._core.primitive import bind, define, set_transpose
+from jaxsoftmax._core.primitive import bind, define, set_jvp, set_transpose
 from jaxsoftmax._core.target import ONE_DEVICE
 from jaxsoftmax.ops.cross_entropy import parts
 from jaxsoftmax.ops.cross_entropy.implementations import CROSS_ENTROPY_FAMILY
 from jaxsoftmax.ops.cross_entropy.parts import by_parts, product, sizes
+from jaxsoftmax.ops.softmax.xla import tangent_of_sum
 
 _OF_CLASSES = {"weight": 2, "bias": 1, "t_weight": 2, "t_bias": 1}  # operands that examples may share, and their axes
 
@@ -114,6 +115,22 @@ LINEAR_LOG_PROBS_VJP = define(
 )
 
 
+def _jvp(operands, tangents, **params):
+    """Computes terms and their tangents, where JAX dropped the rule of `results_of_rows`: see `entrywise.py`."""
+    results = m, d, chosen, *_ = bind(LINEAR_LOG_PROBS, operands, **params)
+    known = operands | {"m": m, "d": d}
+    moving = {f"t_{name}": t for name, t in tangents.items()}
+    mean, of_labels, *moved = bind(LINEAR_LOG_PROBS_JVP, known | moving, **params)
+    if "scale" in operands:  # which does not multiply the scores of the labels here
+        del known["scale"]
+        moving.pop("t_scale", None)
+        flags = {"return_total": False, "return_entropy": False}
+        of_labels = bind(LINEAR_LOG_PROBS_JVP, known | moving, **params | flags)[1] if moving else jnp.zeros_like(chosen)
+    if params.get("return_entropy"):
+        moved[-1] = tangent_of_sum(d, mean + moved[-1])
+    return results, [None, tangent_of_sum(d, mean), of_labels, *moved]
+
+
 def _numbers(has_total: bool, has_entropy: bool) -> str:
     """Returns the names of the numbers of rows that `linear_log_probs_vjp` takes, in the order of its transpose's results."""
     return "ab" + "c" * has_total + "e" * has_entropy
@@ -151,6 +168,7 @@ def _transpose_of_vjp(cotangents, operands, types, *, wrt, **params):
     return {name: total for name, total in zip(_numbers(*options.values()), sums, strict=True) if name in types}
 
 
+set_jvp(LINEAR_LOG_PROBS, _jvp)
 set_transpose(LINEAR_LOG_PROBS_JVP, _transpose_of_jvp)
 set_transpose(LINEAR_LOG_PROBS_VJP, _transpose_of_vjp)
 

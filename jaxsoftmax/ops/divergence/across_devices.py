@@ -69,7 +69,9 @@ def _merged(runner, operands, axis_name, axes, dtype):
     """Computes `m`, `d`, `sums`, `y_m` and `y_d` of whole rows from this device's parts of them."""
     _, *local = runner(primitive.KL_DIVERGENCE, operands, axes=axes, dtype=dtype, return_state=True)
     m, d, sums, y_m, y_d = gathered(axis_name, *local)
-    size, y_size = (None if s is None else jnp.abs(s) for s in (operands["scale"], operands["y_scale"]))
+    # The sums carry the derivatives, those of the scales too.
+    scales = lax.stop_gradient((operands["scale"], operands["y_scale"]))
+    size, y_size = (None if s is None else jnp.abs(s) for s in scales)
     state = online.merge_along(online.State(unbounded(m, d), d), 0, scale=size)
     y_state = online.merge_along(online.State(unbounded(y_m, y_d), y_d), 0, scale=y_size)
 

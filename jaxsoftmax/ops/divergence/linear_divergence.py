@@ -98,8 +98,7 @@ def linear_divergence(
         out of range, a concrete `temperature` is not larger than 0, `logits_dtype` is neither of the two, there are more
         classes than int32 can count, `axis_name` is not a mesh axis of a `shard_map` around the call, or there is no
         `implementation` of this name.
-      NotImplementedError: the named `implementation` cannot run this call, or the gradient of a "mean" or "sum" in several
-        parts is differentiated by `temperature` where devices share the classes. The message gives the reason.
+      NotImplementedError: the named `implementation` cannot run this call. The message gives the reason.
 
     Examples:
       >>> import jax

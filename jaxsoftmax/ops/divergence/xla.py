@@ -11,6 +11,7 @@ from jax import lax
 
 from jaxsoftmax import online
 from jaxsoftmax._core.dtypes import accumulator
+from jaxsoftmax._core.entrywise import entrywise
 from jaxsoftmax._core.implementation import ReferencePlan
 from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._core.target import Target
@@ -147,7 +148,7 @@ def _shares(weight, x, y, m, d, y_m, y_d, where, scale, y_scale):
     for own, maximum, total, factor in ((x, m, d, scale), (y, y_m, y_d, y_scale)):
         logs.append(online.bounded(saved_exponent(select(where, own, 0), maximum, factor) - jnp.log(total)))
     p, q = (select(where, jnp.exp(log), 0) for log in logs)
-    return p, q, *_logs_of_quotients(weight, logs[1] - logs[0])
+    return p, q, *_logs_of_quotients(logs[1] - logs[0], weight=weight)
 
 
 def shares_of_mixture(weight):
@@ -159,20 +160,20 @@ def shares_of_mixture(weight):
     return (share, 1 - share) if weight < 0.5 else (1 - share, share)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _logs_of_quotients(weight, distance):
+def _tangents_of_quotients(results, primals, tangents, weight):
+    del primals
+    (of_p, of_q), (t,) = results, tangents
+    return -(1 - weight) * jnp.exp(of_q) * t, weight * jnp.exp(of_p) * t
+
+
+@entrywise(_tangents_of_quotients)
+def _logs_of_quotients(distance, weight):
     """Computes `log(p / r)` and `log(q / r)` from `log(q / p)`. Both are near 0 where that is, without cancellation."""
     shares = shares_of_mixture(weight)
     greater, lesser = (jnp.where(distance < 0, *pair).astype(distance.dtype) for pair in (shares, shares[::-1]))
     part = greater + lesser * jnp.exp(-jnp.abs(distance))  # of the mixture in the greater one
     above = -jnp.where(part > 0.5, jnp.log1p(lesser * jnp.expm1(-jnp.abs(distance))), jnp.log(part))
     return above - jnp.maximum(distance, 0), above + jnp.minimum(distance, 0)
-
-
-@_logs_of_quotients.defjvp
-def _jvp_of_quotients(weight, primals, tangents):
-    of_p, of_q = _logs_of_quotients(weight, *primals)
-    return (of_p, of_q), (-(1 - weight) * jnp.exp(of_q) * tangents[0], weight * jnp.exp(of_p) * tangents[0])
 
 
 def _exponents(x, y, m, y_m, where, scale, y_scale):

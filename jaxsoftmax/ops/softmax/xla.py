@@ -19,6 +19,7 @@ from jax import lax
 
 from jaxsoftmax import online
 from jaxsoftmax._core.dtypes import accumulator
+from jaxsoftmax._core.entrywise import entrywise
 from jaxsoftmax._core.implementation import ReferencePlan
 from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._core.target import CPU, ONE_DEVICE, Machine, Target
@@ -132,16 +133,10 @@ def scores_tangent(x, scale, dx, dscale):
     return sum(parts[1:], start=parts[0])
 
 
-@jax.custom_jvp
+@entrywise(lambda out, primals, tangents: scores_tangent(*primals, *tangents).astype(out.dtype))
 def scores(x, scale) -> jax.Array:
     """Computes `scale * x`, whose tangent is that of `scores_tangent`."""
     return _scaled(x, scale)
-
-
-@scores.defjvp
-def _scores_jvp(primals, tangents):
-    out = scores(*primals)
-    return out, scores_tangent(*primals, *tangents).astype(out.dtype)
 
 
 def state_of(x, where, scale, axes, acc):
@@ -172,21 +167,25 @@ def _exponent(shifted, where, scale) -> jax.Array:
     return select(where, _scaled(shifted, None if scale is None else jnp.abs(scale)), -jnp.inf)
 
 
-@jax.custom_jvp
 def saved_exponent(x, m, scale) -> jax.Array:
     """Computes `s - max s` with the saved maximum, which counts as a constant.
 
     If the maximum is infinite, the saved sum is NaN, and the weights are too. The forward pass computes the same exponent, so
     that XLA computes it once.
     """
+    m = lax.stop_gradient(m)
+    return x.astype(m.dtype) - m if scale is None else _scaled_exponent(x, m, scale)
+
+
+def _tangent_of_exponent(out, primals, tangents):
+    (x, _, scale), (dx, _, dscale) = primals, tangents
+    return scores_tangent(x, scale, dx, dscale).astype(out.dtype)
+
+
+@entrywise(_tangent_of_exponent)
+def _scaled_exponent(x, m, scale):
+    """Computes `saved_exponent`. The tangent is that of the scores alone, though the maximum depends on the scale."""
     return _exponent(_directed(x, None, scale, m.dtype) - m, None, scale)
-
-
-@saved_exponent.defjvp
-def _saved_exponent_jvp(primals, tangents):
-    (x, m, scale), (dx, _, dscale) = primals, tangents
-    out = saved_exponent(x, m, scale)
-    return out, scores_tangent(x, scale, dx, dscale).astype(out.dtype)
 
 
 def tangent_of_sum(d, mean):
