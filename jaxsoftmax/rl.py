@@ -1,6 +1,7 @@
 """Losses of reinforcement learning and of preference learning, from log-probabilities of tokens.
 
-Each loss takes arrays `[*batch, length]`, as `jaxsoftmax.log_probs` returns them, and so never sees logits. The arithmetic is
+Each loss takes arrays `[*batch, length]`, as `jaxsoftmax.log_probs` returns them from logits, and
+`jaxsoftmax.linear_log_probs` from the last layer without its logits in memory. The arithmetic is
 float32, or float64 if an array is float64, and plain `jax.numpy`: it runs on every platform and under every transformation.
 
 A mask such as `where` names the tokens that count. What an array holds at other tokens, the padding, has no influence on a loss

@@ -421,6 +421,25 @@ def test_interpreted_gradients_of_log_probs_are_right(shape, is_scaled, has_entr
         assert np.linalg.norm(np.float64(a) - np.float64(b)) <= 0.002 * np.linalg.norm(np.float64(b))
 
 
+def test_interpreted_gradients_of_several_parts_of_rows_in_a_block(monkeypatch):
+    """Rows that fill up the last part have the scale 0, whose exponents must not become NaN in the gradient of the weight."""
+    monkeypatch.setattr(linear_terms, "_ONE_BLOCK", 128 * 320 * 2)
+    hidden, weight, tokens = given(130, 64, 320, 1, "bfloat16")
+    tokens = np.clip(tokens, 0, 319)
+    scale, x = 1 / temperatures(130), np.float64(hidden) @ np.float64(weight)
+    numbers = state_and_numbers(x, tokens, None, scale)
+    operands = {"hidden": hidden, "weight": weight, "labels": tokens[:, None], "scale": scale} | numbers
+
+    def run(operands):
+        problem_of = functools.partial(plans.linear_problem_of, LogProbHead(1, None, None), wrt=("hidden", "weight"))
+        return plans.run(problem_of, operands, replace(HOPPER, multiprocessors=2))
+
+    found = kernels.interpreted(run, jax.tree.map(jnp.asarray, operands))
+    expected = gradients_in_float64(hidden, weight, x, tokens, None, scale, **numbers)
+    for name, gradient in zip(("hidden", "weight"), found, strict=True):
+        assert np.linalg.norm(np.float64(gradient) - expected[name]) <= 0.004 * np.linalg.norm(expected[name]), name
+
+
 def state_and_numbers(x, tokens, cap, scale, *, has_entropy=True):
     """Returns the state of rows of logits in float64, and numbers that multiply derivatives, 0 in rows that do not count."""
     s = x if cap is None else cap * np.tanh(x / cap)

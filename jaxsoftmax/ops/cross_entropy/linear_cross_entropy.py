@@ -89,10 +89,11 @@ def linear_cross_entropy(
         row of weight 0 may hold anything: its loss is 0 and has no derivative.
       reduction: "mean" (the default) divides the sum of the weighted losses by the sum of `sample_weight`, both without
         rows of `ignore_index`, and gives 0 if no row counts. "sum" gives the sum of the weighted losses. "none" gives the
-        weighted loss of each row.
+        weighted loss of each row. Inside a `shard_map` the mean is that of the rows of one device: for the mean over all,
+        divide a `psum` of sums by a `psum` of the weights.
       class_axis: axis of `weight` that has the classes; -1 by default.
-      label_smoothing: share of the label's probability that is spread evenly over all classes; a concrete number from 0
-        (the default) to 1.
+      label_smoothing: share `a` of the label that is spread evenly over all classes; a concrete number from 0 (the default)
+        to 1. The weights of classes are `(1 - a) * label + a / classes`, as those of `optax.smooth_labels`.
       z_loss: factor of the term `z_loss * logsumexp(s)**2` that is added to the loss of a row with scores `s`; a concrete
         number, 0 (the default) or more.
       logits_soft_cap: the scores are `logits_soft_cap * tanh(logits / logits_soft_cap)`; a concrete positive number. None
@@ -100,7 +101,9 @@ def linear_cross_entropy(
       temperature: real number or array that broadcasts to `[*rows]`, larger than 0, which divides the scores; None (the
         default) for 1. It may be traced. In a JAX array a temperature that is not larger than 0 gives NaN.
       logits_dtype: dtype that logits in memory are rounded to: that of `hidden` (None, the default), or float32 for sums that
-        are not rounded; float64 if `hidden` is float64. Rounding to bfloat16 changes the loss of a row by about 1e-2.
+        are not rounded; float64 if `hidden` is float64. Rounding to bfloat16 changes the loss of a row by about 1e-2. Kernels
+        that multiply round no logits, and neither do calls with integer labels that are not differentiated. Where no kernel
+        multiplies, such a call therefore returns a loss that differs by the rounding from that of a differentiated call.
       ignore_index: label of the rows that do not count, such as padding; a concrete integer. Their loss and gradient are
         0. None (the default) ignores no label. Only for integer labels.
       return_lse: True to return `logsumexp(s)` of each row too; False by default.
@@ -114,8 +117,8 @@ def linear_cross_entropy(
     Returns:
       A scalar for `reduction` "mean" and "sum", an array `[*rows]` for "none"; float32, or float64 if `hidden` is float64.
       With `return_lse` or `return_entropy` the result is a tuple: the loss, and then the log-sum-exp and the entropy
-      `[*rows]`, those that are asked for. They are not weighted; rows that do not count have 0. A label that is not the
-      index of a class gives NaN.
+      `[*rows]`, those that are asked for. The log-sum-exp comes before the entropy, unlike in `linear_log_probs`. They are
+      not weighted; rows that do not count have 0. A label that is not the index of a class gives NaN.
 
     Raises:
       TypeError: `hidden`, `weight` or `bias` is not floating, `hidden` has fewer than 16 bits, `labels` are neither integers
@@ -157,8 +160,8 @@ def linear_cross_entropy(
     |---|---|---|---|
     | "mean" or "sum", integer or floating labels | 3 | 512 MiB | rounded for each part, in the dtype of `weight` |
     | the same, `return_lse` or `return_entropy` differentiated | 7, 6 for floating labels | 512 MiB | as above, twice |
-    | "none", and float16, integer labels | 4 | 384 to 768 MiB, with gradients | rounded once |
-    | "none", and float16, floating labels | 4 | 512 MiB, the weight's gradient twice more | rounded for each part |
+    | "none", or any reduction of float16 `hidden`; integer labels | 4 | 384 to 768 MiB, with gradients | rounded once |
+    | the same, floating labels | 4 | 512 MiB, the weight's gradient twice more | rounded for each part |
 
     With `reduction` "mean" or "sum" the gradients are computed together with the losses, for a part of the rows at a time, and
     replace the logits in memory; with float32 logits they stand beside them. If rows are weighted by what is known before the
@@ -170,12 +173,16 @@ def linear_cross_entropy(
     parts, and those of all examples are in memory at once. The exception is "none" on one device whose examples share the
     weight. In programs for symbolic shapes all rows are one part.
 
-    On NVIDIA Hopper GPUs a kernel that keeps no logits in memory computes the losses for `reduction="none"`, for float16,
-    and for a "mean" or "sum" that is not differentiated, of integer labels. It needs 12 bytes for each row and 256 classes
-    instead. It takes `hidden` of 16 bits, without `label_smoothing`. It copies a
-    weight of another dtype, in pieces of 256 MiB. It also copies a weight whose `H` is not a multiple of 64, or whose number
-    of classes is not a multiple of 64 (8 with `class_axis=0`). On several devices the kernel runs inside a `shard_map` over
-    all mesh axes, or if all mesh axes are explicit.
+    On NVIDIA Hopper GPUs kernels multiply for integer labels and `hidden` of 16 bits, without `label_smoothing`. On several
+    devices they run inside a `shard_map` over all mesh axes, or if all mesh axes are explicit.
+
+    - With `reduction="none"`, in float16, and without gradients no logits are in memory. The kernel needs 12 bytes for each
+      row and 256 classes instead. It copies a weight of another dtype, in pieces of 256 MiB. It also copies a weight whose `H`
+      is not a multiple of 64, or whose number of classes is not a multiple of 64 (8 with `class_axis=0`).
+    - A differentiated "mean" or "sum" of bfloat16 stores weights of scores in place of logits, and takes the three products of
+      the table. If `H` or the number of classes is not a multiple of 64, it takes the four of "none", with their memory and
+      their rounding: XLA's products of such a weight are three times as slow. Where the caller names mesh axes in `axis_name`,
+      XLA multiplies.
 
     Sharded classes: each device multiplies by its part of the weight, and neither weights nor logits are gathered. One
     collective for each part merges the states of the rows, or one in all without gradients. The gradient of `hidden` is
@@ -199,7 +206,8 @@ def linear_cross_entropy(
             keeps = functools.partial(differs, ignore_index=ignore_index, function=_NAME)
             keeps(jnp.zeros(0, labels.dtype))  # checks it here, not on shards
     else:
-        labels = broadcast_to("labels", labels, (*rows, classes), _NAME)
+        hint = "; floating labels are weights of classes, and labels that are classes must be integers"
+        labels = broadcast_to("labels", labels, (*rows, classes), _NAME, hint)
         if ignore_index is not None:
             what = arguments.shown(ignore_index)
             raise ValueError(f"{_NAME}: ignore_index must be None where labels are floating, got {what}")
@@ -208,7 +216,7 @@ def linear_cross_entropy(
     dtype = dtype_of_logits(_NAME, hidden.dtype if logits_dtype is None else logits_dtype, hidden.dtype)
     of_labels = LossHead if are_classes else ProbabilitiesHead
     names = arguments.axis_names(_NAME, axis_name)
-    head = of_labels((axis,), dtype, options[2], implementation, names, *options[:2], return_entropy)
+    head = of_labels((axis,), dtype, options[2], implementation, names, *options[:2], flags[1])
     loss, *others = reduced_losses(_NAME, head, operands, reduction, flags, keeps)
     return (loss, *others) if others else loss
 

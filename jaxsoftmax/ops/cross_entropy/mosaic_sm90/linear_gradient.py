@@ -99,7 +99,8 @@ def _with_weights(blocks, params, operands) -> tuple[list[jax.Array], dict[str, 
         weights, *of_tiles = run_kernel(hidden, weight, labels, bias, scale)
         m, d, chosen, *exponents = linear_loss.merged(of_tiles, labels, classes, scale)
         terms = _terms(labels, classes, m, d, chosen, exponents, scale)
-        g = _gradient(head, weights, of_tiles[0], m, d, labels, factors, scale, terms, chosen)
+        # XLA would make the gradient once for each product, and keep the weights beside it.
+        g = lax.optimization_barrier(_gradient(head, weights, of_tiles[0], m, d, labels, factors, scale, terms, chosen))
         more, found = {}, []
         if "weight" in wrt:
             more["weight"] = product(*((hidden, g) if axis == 1 else (g, hidden)), 0, 0, of_weight)
@@ -147,7 +148,7 @@ def _gradient(head, weights, maxima, m, d, labels, factors, scale, terms, chosen
     at_label = a * jnp.expm1(-nll) + (a - (factors if scale is None else factors * scale))
     if head.logits_soft_cap is not None:
         at_label *= 1 - (chosen / head.logits_soft_cap) ** 2
-    factor = jnp.repeat(of_tiles.T, TILE_CLASSES, axis=1, total_repeat_length=len(maxima) * TILE_CLASSES)
+    factor = jnp.broadcast_to(of_tiles.T[:, :, None], (len(m), len(maxima), TILE_CLASSES)).reshape(len(m), -1)
     gradient = (weights.astype(factor.dtype) * factor[:, : weights.shape[1]]).astype(weights.dtype)
     is_label = lax.broadcasted_iota(labels.dtype, weights.shape, 1) == labels[:, None]
     return jnp.where(is_label, at_label.astype(weights.dtype)[:, None], gradient)

@@ -167,10 +167,9 @@ def gradient_of_logits(head, blocks, wants_scale, hidden, layer, labels, m, d, a
     counts = (labels[:, 0] != xla.NO_ROW) & (d != 0)
     a, e = (zeros if each is None else jnp.where(counts, each * factor / jnp.where(counts, d, 1), 0) for each in (a, e))
     b = zeros if b is None else b[:, 0] * factor
-    unit = LOG2E * factor
     # In base 2, the exponent is `(x - m) * unit`, and the weight times `a + e * exponent` is the gradient. A row that does not
-    # count has weights of 0: those of a bias alone may be infinite.
-    numbers = [zeros + unit, jnp.where(counts, m, jnp.inf), a, b]
+    # count has weights of 0: those of a bias alone may be infinite. Rows that fill up a part have a scale of 0.
+    numbers = [jnp.where(counts, LOG2E * factor, LOG2E), jnp.where(counts, m, jnp.inf), a, b]
     numbers += [] if e is zeros else [e / LOG2E]
     operands = in_tiles(head.class_axis, hidden, weight, labels[:, 0], *(number.astype(jnp.float32) for number in numbers))
     tiled = len(operands[2])
