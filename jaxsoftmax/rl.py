@@ -71,7 +71,7 @@ def policy_gradient_loss(
       log_p: floating array `[*batch, length]`, the log-probabilities of the tokens under the policy that is trained.
       old_log_p: floating array in the shape of `log_p`, the log-probabilities under the policy that drew the tokens. None
         stands for the policy itself: the ratio is 1, and the gradient that of REINFORCE.
-      advantages: floating array `[*batch]`, one number for each sequence, or `[*batch, length]`, one for each token.
+      advantages: real array `[*batch]`, one number for each sequence, or `[*batch, length]`, one for each token.
       clip: how far the ratio may move below and above 1: a concrete number for both, or a pair of them; 0.2 by default.
         `math.inf` does not clip.
       reference_log_p: floating array in the shape of `log_p`, the log-probabilities under a policy that is not trained, or
@@ -83,15 +83,16 @@ def policy_gradient_loss(
       where: boolean mask that broadcasts to the shape of `log_p`, True at tokens that count, or None (the default).
       reduction: "token" (the default) returns the mean over all tokens, as in DAPO. "sequence" returns the mean over
         sequences of their means over tokens, as in GRPO; a sequence without tokens does not count. "none" returns the
-        loss of each token.
+        loss of each token. Inside a `shard_map` a mean is that of the tokens of one device: for the mean over all, divide a
+        `psum` of sums by a `psum` of counts.
 
     Returns:
       A scalar, or an array `[*batch, length]` for `reduction="none"`; float32, or float64 if an array is float64. A token that
       does not count gives 0, and so does a mean over no tokens.
 
     Raises:
-      TypeError: an array is not floating, `where` is not boolean, `clip` is not made of concrete real numbers, or a weight is
-        not a real number.
+      TypeError: an array is not floating, `advantages` are not real, `where` is not boolean, `clip` is not made of concrete
+        real numbers, or a weight is not a real number.
       ValueError: a shape does not fit `log_p`, `clip` is negative or no pair, a weight comes without its array, or
         `reduction` is not one of the three.
 
@@ -116,7 +117,7 @@ def policy_gradient_loss(
     log_p = _tokens(name, "log_p", log_p)
     like = {"old_log_p": old_log_p, "reference_log_p": reference_log_p, "entropy": entropy}
     like = {key: _shaped(name, key, array, log_p, "log_p") for key, array in like.items() if array is not None}
-    advantages = arguments.array(name, "advantages", advantages, "floating")
+    advantages = _real_array(name, "advantages", advantages)
     if advantages.shape not in (log_p.shape, log_p.shape[:-1]):
         allowed = f"{log_p.shape} of log_p, or that without its last axis"
         raise ValueError(f"{name}: advantages must have the shape {allowed}, got {advantages.shape}")
@@ -144,7 +145,7 @@ def group_advantages(rewards: ArrayLike, *, axis: int = -1, normalize: bool = Tr
     denominator) over the group. Equal rewards give exactly 0, and so does a group of one.
 
     Args:
-      rewards: floating array with the members of a group along `axis`, such as `[prompts, samples]`.
+      rewards: real or boolean array with the members of a group along `axis`, such as `[prompts, samples]`.
       axis: axis of the group; -1 by default.
       normalize: True (the default) divides by the standard deviation; False leaves the difference, as in Dr. GRPO.
       eps: concrete number, not negative, that is added to the standard deviation; 1e-4 by default.
@@ -153,7 +154,7 @@ def group_advantages(rewards: ArrayLike, *, axis: int = -1, normalize: bool = Tr
       Array in the shape of `rewards`, float32, or float64 if `rewards` are float64.
 
     Raises:
-      TypeError: `rewards` are not floating, `axis` is not an integer, `normalize` is not True or False, or `eps` is not a
+      TypeError: `rewards` are not real, `axis` is not an integer, `normalize` is not True or False, or `eps` is not a
         concrete real number.
       ValueError: `axis` is out of range, or `eps` is negative.
 
@@ -168,7 +169,7 @@ def group_advantages(rewards: ArrayLike, *, axis: int = -1, normalize: bool = Tr
     Source: Shao et al. 2024, arXiv:2402.03300 (GRPO); Liu et al. 2025, arXiv:2503.20783 (Dr. GRPO), for `normalize=False`.
     """
     name = "group_advantages"
-    rewards = arguments.array(name, "rewards", rewards, "floating")
+    rewards = _real_array(name, "rewards", rewards)
     axis = arguments.integer(name, "axis", axis)
     if not -rewards.ndim <= axis < rewards.ndim:
         raise ValueError(f"{name}: axis must be an axis of rewards of shape {rewards.shape}, got {axis}")
@@ -406,6 +407,14 @@ def _clipped(log_ratio: jax.Array, advantages: jax.Array, low: float, high: floa
     least = jnp.where(advantages < 0, low, -jnp.inf).astype(log_ratio.dtype)
     most = jnp.where(advantages > 0, high, jnp.where(advantages < 0, jnp.inf, 0)).astype(log_ratio.dtype)
     return -advantages * jnp.exp(jnp.clip(log_ratio, least, most))
+
+
+def _real_array(function: str, name: str, value: Any) -> jax.Array:
+    """Returns `value` as a floating array; integers and bools, such as 1 for an answer that is right, become float32."""
+    array = arguments.array(function, name, value)
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        raise TypeError(f"{function}: {name} must be real, got {array.dtype}")
+    return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(jnp.float32)
 
 
 def _real(function: str, name: str, value: Any, dtype: np.dtype) -> Any:

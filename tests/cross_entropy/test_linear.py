@@ -581,3 +581,11 @@ def test_what_does_not_fit_is_said(kind):
     arrays, options, error, words = WRONG[kind]
     with pytest.raises(error, match=f"linear_cross_entropy: {words}"):
         by_parts(arrays, **options)
+
+
+@pytest.mark.parametrize("flag", ["return_lse", "return_entropy"])
+@pytest.mark.parametrize("kind", [np.bool_, jnp.asarray], ids=["numpy", "jax"])
+def test_flags_may_be_arrays(flag, kind):
+    arrays = given(dtype=np.float32)
+    found, expected = (by_parts(arrays, **{flag: value}) for value in (kind(True), True))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

@@ -445,7 +445,7 @@ ROWS = np.zeros(2, np.float32)
         (lambda: rl.policy_gradient_loss(X, None, ROWS, kl_weight=0.1), "kl_weight must be 0 without reference_log_p, got 0.1"),
         (lambda: rl.policy_gradient_loss(X, None, ROWS, entropy_weight=1), "entropy_weight must be 0 without entropy, got 1"),
         (lambda: rl.policy_gradient_loss(X, None, ROWS, reduction="mean"), "reduction must be 'token', 'sequence' or 'none'"),
-        (lambda: rl.group_advantages(np.zeros((2, 3), int)), "rewards must be floating, got int"),
+        (lambda: rl.group_advantages(np.zeros((2, 3), complex)), "rewards must be real, got complex"),
         (lambda: rl.group_advantages(X, axis=2), r"axis must be an axis of rewards of shape \(2, 3\), got 2"),
         (lambda: rl.group_advantages(X, eps=-1), "eps must not be negative, got -1.0"),
         (lambda: rl.dpo_loss(X, X, X, X[:, :2]), r"reference_rejected_log_p must have the shape \(2, 3\) of rejected_log_p"),
@@ -459,3 +459,14 @@ ROWS = np.zeros(2, np.float32)
 def test_errors_name_the_argument_and_say_what_is_allowed(call, message):
     with pytest.raises((TypeError, ValueError), match=rf"^(\w+_loss|group_advantages): {message}"):
         call()
+
+
+@pytest.mark.parametrize("dtype", [bool, int, np.int8])
+def test_rewards_may_be_counts(dtype):
+    rewards = np.array([[0, 1, 1, 0], [1, 1, 1, 1]])
+    found = rl.group_advantages(rewards.astype(dtype))
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(found, rl.group_advantages(rewards.astype(np.float32)))
+    log_p = jnp.log(jnp.full((2, 3), 0.5))
+    of_counts, of_numbers = (rl.policy_gradient_loss(log_p, None, np.array([0, 1], kind)) for kind in (dtype, np.float32))
+    assert of_counts == of_numbers

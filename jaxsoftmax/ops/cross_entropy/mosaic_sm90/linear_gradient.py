@@ -1,8 +1,8 @@
 """The losses of a linear layer together with their gradients on Hopper, by one product of a kernel, and two of XLA.
 
 The kernel makes the logits. In their place it stores the weights of scores, relative to the largest score of a row in each tile
-of classes. The results of rows come from logits that are not rounded. When the log-sum-exp of each row is known, one pass of
-XLA turns weights into the gradient of the logits, in place.
+of classes. The results of rows come from logits that are not rounded. When the log-sum-exp of each row is known, another
+kernel turns weights into the gradient of the logits, in place.
 
 XLA's products of a weight whose sizes are not aligned are slow. Such a weight has four products for one block of classes after
 another instead, whose copies are aligned, as log-probabilities have them.
@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
@@ -21,6 +22,7 @@ from jaxsoftmax import online
 from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._core.target import Target
+from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax.ops.cross_entropy import linear_terms, parts, xla
 from jaxsoftmax.ops.cross_entropy.linear_gradient import LINEAR_CROSS_ENTROPY_GRADIENT
 from jaxsoftmax.ops.cross_entropy.linear_parts import of_part
@@ -28,6 +30,9 @@ from jaxsoftmax.ops.cross_entropy.mosaic_sm90 import linear_loss
 from jaxsoftmax.ops.cross_entropy.mosaic_sm90.linear_loss import TILE_CLASSES
 from jaxsoftmax.ops.cross_entropy.parts import product
 
+_ROWS, _COLUMNS = 64, 64  # of a tile that weights are turned in, and of what registers have of it at a time
+_SLOTS = 3  # tiles in shared memory: one that comes, one that is computed, and one that leaves
+_BLOCKS = 2  # for each multiprocessor, of this kernel
 _OTHERWISE = {"hidden": 0, "labels": xla.NO_ROW, "scale": 1, "factors": 0}  # operands of rows, in those that fill up a tile
 
 
@@ -99,8 +104,7 @@ def _with_weights(blocks, params, operands) -> tuple[list[jax.Array], dict[str, 
         weights, *of_tiles = run_kernel(hidden, weight, labels, bias, scale)
         m, d, chosen, *exponents = linear_loss.merged(of_tiles, labels, classes, scale)
         terms = _terms(labels, classes, m, d, chosen, exponents, scale)
-        # XLA would make the gradient once for each product, and keep the weights beside it.
-        g = lax.optimization_barrier(_gradient(head, weights, of_tiles[0], m, d, labels, factors, scale, terms, chosen))
+        g = _gradient(head, blocks, weights, of_tiles[0], m, d, labels, factors, scale, terms, chosen)
         more, found = {}, []
         if "weight" in wrt:
             more["weight"] = product(*((hidden, g) if axis == 1 else (g, hidden)), 0, 0, of_weight)
@@ -138,20 +142,73 @@ def _run_kernel(params, blocks, hidden, weight, labels, bias, scale) -> list[jax
     )
 
 
-def _gradient(head, weights, maxima, m, d, labels, factors, scale, terms, chosen) -> jax.Array:
-    """Computes the gradient of the logits, in the dtype of the weights, from them and the maxima of tiles and rows."""
+def _gradient(head, blocks, weights, maxima, m, d, labels, factors, scale, terms, chosen) -> jax.Array:
+    """Computes the gradient of the logits in the memory of the weights, from the maxima of rows in each tile of classes."""
     nll, lse, *_ = terms
     a, counts = xla.factors(factors, lse, 0, head.z_loss, 1)["a"], (factors != 0) & (d != 0)
     a *= 1 if scale is None else scale
     of_tiles = online.weights(maxima, m, axis=0, scale=scale) * jnp.where(counts, a / jnp.where(counts, d, 1), 0)[None]
     # a * p - t, which is exact where p is close to 1.
-    at_label = a * jnp.expm1(-nll) + (a - (factors if scale is None else factors * scale))
+    of_label = a * jnp.expm1(-nll) + (a - (factors if scale is None else factors * scale))
     if head.logits_soft_cap is not None:
-        at_label *= 1 - (chosen / head.logits_soft_cap) ** 2
-    factor = jnp.broadcast_to(of_tiles.T[:, :, None], (len(m), len(maxima), TILE_CLASSES)).reshape(len(m), -1)
-    gradient = (weights.astype(factor.dtype) * factor[:, : weights.shape[1]]).astype(weights.dtype)
-    is_label = lax.broadcasted_iota(labels.dtype, weights.shape, 1) == labels[:, None]
-    return jnp.where(is_label, at_label.astype(weights.dtype)[:, None], gradient)
+        of_label *= 1 - (chosen / head.logits_soft_cap) ** 2
+    swizzled = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
+    run = kernel_of(
+        _turn,
+        out_type=[],
+        grid=(_BLOCKS * blocks,),
+        grid_names=("block",),
+        scratch_types=[
+            plgpu.SMEM((_SLOTS, _ROWS, TILE_CLASSES), weights.dtype, transforms=swizzled),
+            plgpu.Barrier(num_barriers=_SLOTS),
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name="linear_cross_entropy_turn_mosaic",
+    )
+    # In a loop XLA must not fuse the kernel with what it reads: it would forget that one operand is written in place. An
+    # elementwise function that XLA compiles is not computed in place (JAX 0.11.2).
+    weights, of_tiles, of_label, labels = lax.optimization_barrier((weights, of_tiles, of_label, labels))
+    (gradient,) = pl.run_state(lambda refs: run(*refs, of_tiles, of_label, labels))([weights])
+    return lax.optimization_barrier(gradient)
+
+
+def _turn(weights, of_tiles, of_label, labels, slots, full):
+    """Multiplies weights by a number of each row and tile, and replaces those of the labels, in place."""
+    tiles = weights.shape[0] // _ROWS, of_tiles.shape[0]
+    block, blocks = lax.axis_index("block"), lax.axis_size("block")
+    steps = (tiles[0] * tiles[1] - block + blocks - 1) // blocks
+
+    def tile(step):
+        place = block + step * blocks
+        return linear_loss.LogitTile(lax.rem(place, tiles[1]), pl.ds(place // tiles[1] * _ROWS, _ROWS), labels)
+
+    def in_memory(step):
+        own = tile(step)
+        return weights.at[own.rows, pl.ds(own.first, TILE_CLASSES)]
+
+    def copy(step):
+        at = lax.rem(step, _SLOTS)
+        plgpu.copy_gmem_to_smem(in_memory(step), slots.at[at], full.at[at])
+
+    pl.when(steps > 0)(lambda: copy(0))
+
+    @pl.loop(0, steps)
+    def _(step):
+        at, own = lax.rem(step, _SLOTS), tile(step)
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the tile in the next slot has left it
+        pl.when(step + 1 < steps)(lambda: copy(step + 1))
+        plgpu.barrier_wait(full.at[at])
+        factor, replacement = own.number(of_tiles.at[own.column]), own.number(of_label)
+        for first in range(0, TILE_CLASSES, _COLUMNS):
+            part = slots.at[at, :, pl.ds(first, _COLUMNS)]
+            weight = plgpu.load(part, layout=linear_loss.LAYOUT).astype(jnp.float32)
+            factors, replacements = (linear_loss.along_rows(each, weight.shape) for each in (factor, replacement))
+            gradient = jnp.where(own.is_label(weight.shape, first), replacements, weight * factors)
+            slots[at, :, pl.ds(first, _COLUMNS)] = gradient.astype(slots.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(slots.at[at], in_memory(step))
+
+    plgpu.wait_smem_to_gmem(0)
 
 
 def _terms(labels, classes, m, d, chosen, sums, scale) -> list[jax.Array]:

@@ -37,7 +37,7 @@ TILE_ROWS = _CONSUMERS * _ROWS
 _DEPTH, _STAGES = 64, 4  # shared memory: hidden units of a stage, and stages
 _ALWAYS_PAIRED = 8  # more tiles of rows than these are filled up to an even number, for clusters of two blocks
 _SIDE_BY_SIDE = 16  # tiles of rows that blocks go over before the next classes: both operands stay in the L2 cache
-_LAYOUT = plgpu.Layout.WGMMA
+LAYOUT = plgpu.Layout.WGMMA
 LOG2E = math.log2(math.e)
 _LEAST_EXPONENT = -1000.0  # in base 2: the weight of a smaller one is 0, and an infinite one times that is NaN
 
@@ -331,8 +331,8 @@ class LogitTile:
     column: Any  # its number along the classes
     rows: Any
     labels: Any  # of all rows
-    has_label: Any  # True if one of its rows has its label in it
-    soft_cap: float | None  # of logits
+    has_label: Any = True  # False if none of its rows has its label in it
+    soft_cap: float | None = None  # of logits
 
     @property
     def first(self) -> Any:
@@ -341,12 +341,12 @@ class LogitTile:
 
     def is_label(self, shape, first=0) -> Any:
         """Marks the labels of rows among the columns of this shape that start at `first`."""
-        label = plgpu.load(self.labels.at[self.rows], layout=_LAYOUT.reduce(1), optimized=False) - self.first - first
+        label = plgpu.load(self.labels.at[self.rows], layout=LAYOUT.reduce(1), optimized=False) - self.first - first
         return _columns(shape) == lax.broadcast_in_dim(label, shape, (0,))
 
     def number(self, numbers) -> Any:
         """Returns the numbers of its rows."""
-        return plgpu.load(numbers.at[self.rows], layout=_LAYOUT.reduce(1), optimized=False)
+        return plgpu.load(numbers.at[self.rows], layout=LAYOUT.reduce(1), optimized=False)
 
     def of_own_classes(self, x, classes, otherwise, first=0) -> Any:
         """Replaces columns beyond the last class in those that start at `first`."""
@@ -358,14 +358,14 @@ class LogitTile:
 
     def along_columns(self, numbers) -> Any:
         """Returns the numbers of its classes."""
-        return plgpu.load(numbers.at[pl.ds(self.first, TILE_CLASSES)], layout=_LAYOUT.reduce(0), optimized=False)
+        return plgpu.load(numbers.at[pl.ds(self.first, TILE_CLASSES)], layout=LAYOUT.reduce(0), optimized=False)
 
 
 def _columns(shape):
-    return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_LAYOUT)
+    return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=LAYOUT)
 
 
-def _along_rows(numbers, shape):
+def along_rows(numbers, shape):
     return lax.broadcast_in_dim(numbers, shape, (0,))
 
 
@@ -428,7 +428,7 @@ def reduce_logits(tile, x, numbers, results, staging, *, has_scale, has_bias, cl
     stored, (maxima, sums, scores, *exponents) = results[: len(staging)], results[len(staging) :]
     at, cap = (tile.column, tile.rows), tile.soft_cap
     if cap is not None:
-        x = fused.fused(_capped, (cap,), [x], _LAYOUT)
+        x = fused.fused(_capped, (cap,), [x], LAYOUT)
 
     @pl.when(tile.has_label)
     def _():
@@ -446,10 +446,10 @@ def reduce_logits(tile, x, numbers, results, staging, *, has_scale, has_bias, cl
         # The difference first: at low temperatures the scores, and with a bias all scores of a tile, may be so large that their
         # products are rounded by more than 1, or are infinite.
         if has_scale or has_bias:
-            unit = _along_rows(tile.number(numbers[0]), score.shape) if has_scale else LOG2E
-            exponent = (score - _along_rows(m, score.shape)) * unit
+            unit = along_rows(tile.number(numbers[0]), score.shape) if has_scale else LOG2E
+            exponent = (score - along_rows(m, score.shape)) * unit
         else:
-            exponent = score * LOG2E - _along_rows(m * LOG2E, score.shape)
+            exponent = score * LOG2E - along_rows(m * LOG2E, score.shape)
         weights = jnp.exp2(exponent)
         totals.append(jnp.sum(weights, 1))
         if exponents:
@@ -486,8 +486,8 @@ def _differentiate(tile, x, numbers, results, staging, *, has_entropy, classes):
     columns = TILE_CLASSES if is_whole else _DEPTH
     for first in range(0, TILE_CLASSES, columns):
         score = x if is_whole else lax.slice(x, (0, first), (len(x), first + columns))
-        unit, m, a, b, *e = (functools.partial(_along_rows, number, score.shape) for number in numbers)
-        bent = None if cap is None else fused.fused(_bent, (cap,), [score], _LAYOUT)
+        unit, m, a, b, *e = (functools.partial(along_rows, number, score.shape) for number in numbers)
+        bent = None if cap is None else fused.fused(_bent, (cap,), [score], LAYOUT)
         score = score if bent is None else cap * bent
         exponent = (score - m()) * unit()
         weights = jnp.exp2(exponent)
