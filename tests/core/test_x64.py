@@ -97,7 +97,7 @@ QUICK = {
     "softmax, long": "softmax_forward_mosaic softmax_jacobian_mosaic",
     "log_softmax, axis": "log_softmax_forward_mosaic log_softmax_vjp_mosaic",
     "cross_entropy": "cross_entropy_forward_mosaic cross_entropy_vjp_mosaic",
-    "linear_cross_entropy": "linear_cross_entropy_gradient_mosaic",
+    "linear_cross_entropy": "linear_cross_entropy_weights_mosaic linear_cross_entropy_gradient_mosaic",
     "attention, everything": "attention_forward_mosaic attention_backward_mosaic",
     "decoding, int8": "attention_forward_mosaic",
     "pages": "attention_forward_mosaic",

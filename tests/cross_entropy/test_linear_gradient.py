@@ -20,7 +20,7 @@ from ..support import cases, kernels
 from ..support.cross_entropy import plans
 from ..support.cross_entropy.tiles import LEFT_OUT, SHAPES, bias_of, given, temperatures, types
 
-NAME = "linear_cross_entropy_gradient_mosaic"
+NAMES = ["linear_cross_entropy_weights_mosaic", "linear_cross_entropy_gradient_mosaic"]
 ALIGNED = [(200, 128, 576, 1), (128, 64, 256, 1)]  # shapes of `SHAPES` whose weights are aligned
 # What differs between kernels: a cap, a bias and a temperature; and the z-loss.
 KINDS = {
@@ -270,14 +270,14 @@ def test_a_plan_says_how_it_runs(shape, is_aligned):
 @pytest.mark.parametrize("shape", SHAPES, ids=cases.ident)
 def test_it_is_lowered(shape):
     f = jax.grad(functools.partial(jaxsoftmax.linear_cross_entropy, class_axis=shape[3]), (0, 1))
-    names = [NAME] if shape in ALIGNED else ["linear_log_probs_mosaic", "linear_log_probs_gradient_mosaic"]
+    names = NAMES if shape in ALIGNED else ["linear_log_probs_mosaic", "linear_log_probs_gradient_mosaic"]
     kernels.lowered_for_cuda(f, *types(*shape, "bfloat16"), kernels=names)
 
 
 def test_the_kernel_of_several_parts_is_lowered_once(monkeypatch):
     monkeypatch.setattr(parts, "MOST_WITH_GRADIENT", 128 * 256 * 2)
     text = kernels.lowered_for_cuda(jax.grad(jaxsoftmax.linear_cross_entropy, (0, 1)), *types(1000, 64, 256, 1, "bfloat16"))
-    assert kernels.kernel_names(text) == [NAME]
+    assert kernels.kernel_names(text) == NAMES
 
 
 # On a GPU.

@@ -64,10 +64,9 @@ def plan(problem: Problem, target: Target) -> LinearGradientPlan | Refusal:
         return Refusal("no kernel adds up scores, as label smoothing does")
     if len(weight.shape) > 2:
         return Refusal("the examples of a batch have gradients of the weight of their own")
-    is_aligned = weight.shape[head.class_axes[0]] % 64 == 0 and linear_loss.is_whole(head.class_axes[0], weight)
-    return linear_loss.refusal_of_layer(problem, ("bfloat16",)) or LinearGradientPlan(
-        problem, target.multiprocessors, is_aligned
-    )
+    (axis,), refusal = head.class_axes, linear_loss.refusal_of_layer(problem, ("bfloat16",))
+    is_aligned = weight.shape[axis] % 64 == 0 and linear_loss.is_whole(axis, weight)
+    return refusal or LinearGradientPlan(problem, target.multiprocessors, is_aligned)
 
 
 def _by_blocks(blocks, params, operands) -> tuple[list[jax.Array], dict[str, jax.Array]]:
@@ -94,17 +93,17 @@ def _with_weights(blocks, params, operands) -> tuple[list[jax.Array], dict[str, 
     weight, bias = operands["weight"], operands.get("bias")
     dtype, of_weight = rows["hidden"].dtype, weight.dtype
     weight = weight.astype(dtype)  # once for all parts
-    run_kernel = jax.jit(functools.partial(_run_kernel, params, blocks))  # lowered once, for all its calls
+    weigh, turn = (jax.jit(functools.partial(*each)) for each in ((_weigh, params, blocks), (_turned, blocks)))  # lowered once
 
     def part(sums, *arrays):
         # In whole tiles, as a copy of weights of fewer rows would be as large as the logits.
         own, count = of_part(rows, arrays), linear_loss.rows_in_tiles(len(arrays[0]))
         own = {name: linear_loss.padded_to(count, each, _OTHERWISE[name]) for name, each in own.items()}
         hidden, labels, factors, scale = own["hidden"], own["labels"], own["factors"], own.get("scale")
-        weights, *of_tiles = run_kernel(hidden, weight, labels, bias, scale)
+        weights, *of_tiles = weigh(hidden, weight, labels, bias, scale)
         m, d, chosen, *exponents = linear_loss.merged(of_tiles, labels, classes, scale)
         terms = _terms(labels, classes, m, d, chosen, exponents, scale)
-        g = _gradient(head, blocks, weights, of_tiles[0], m, d, labels, factors, scale, terms, chosen)
+        g = turn(weights, labels, *_numbers(head, of_tiles[0], m, d, chosen, factors, scale, terms))
         more, found = {}, []
         if "weight" in wrt:
             more["weight"] = product(*((hidden, g) if axis == 1 else (g, hidden)), 0, 0, of_weight)
@@ -124,7 +123,7 @@ def _with_weights(blocks, params, operands) -> tuple[list[jax.Array], dict[str, 
     return found[:n_results], sums | dict(zip(names, found[n_results:], strict=True))
 
 
-def _run_kernel(params, blocks, hidden, weight, labels, bias, scale) -> list[jax.Array]:
+def _weigh(params, blocks, hidden, weight, labels, bias, scale) -> list[jax.Array]:
     """Computes the weights of scores, `[rows, classes]`, and what rows have in each tile of classes."""
     head = params["head"]
     classes, is_scaled = weight.shape[head.class_axes[0]], scale is not None
@@ -137,21 +136,38 @@ def _run_kernel(params, blocks, hidden, weight, labels, bias, scale) -> list[jax
         linear_loss.in_tiles(*head.class_axes, hidden, weight, labels, *of_rows),
         bias,
         [jax.ShapeDtypeStruct((len(labels), classes), hidden.dtype), *[of_tiles] * (3 + _needs_entropy(params))],
-        name="linear_cross_entropy_gradient_mosaic",
+        name="linear_cross_entropy_weights_mosaic",
         staged=True,
     )
 
 
-def _gradient(head, blocks, weights, maxima, m, d, labels, factors, scale, terms, chosen) -> jax.Array:
-    """Computes the gradient of the logits in the memory of the weights, from the maxima of rows in each tile of classes."""
+def _numbers(head, maxima, m, d, chosen, factors, scale, terms) -> list[jax.Array]:
+    """Computes what multiplies the weights of rows in tiles, `[tiles of classes, rows]`, and what those of labels become.
+
+    Args:
+      head: the loss.
+      maxima: the largest score of each row in each tile.
+      m: that of each row.
+      d: the other number of the state of each row.
+      chosen: the score of the label.
+      factors: factors of the losses.
+      scale: scale of the scores, or None.
+      terms: what `_terms` returns.
+    """
     nll, lse, *_ = terms
-    a, counts = xla.factors(factors, lse, 0, head.z_loss, 1)["a"], (factors != 0) & (d != 0)
-    a *= 1 if scale is None else scale
+    a, t = xla.factors(factors, lse, 0, head.z_loss, 1)["a"], factors
+    if scale is not None:
+        a, t = a * scale, t * scale
+    counts = (factors != 0) & (d != 0)
     of_tiles = online.weights(maxima, m, axis=0, scale=scale) * jnp.where(counts, a / jnp.where(counts, d, 1), 0)[None]
-    # a * p - t, which is exact where p is close to 1.
-    of_label = a * jnp.expm1(-nll) + (a - (factors if scale is None else factors * scale))
+    of_label = a * jnp.expm1(-nll) + (a - t)  # a * p - t, which is exact where p is close to 1
     if head.logits_soft_cap is not None:
         of_label *= 1 - (chosen / head.logits_soft_cap) ** 2
+    return [of_tiles, of_label]
+
+
+def _turned(blocks, weights, labels, of_tiles, of_label) -> jax.Array:
+    """Turns weights into the gradient of the logits, in their memory."""
     swizzled = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
     run = kernel_of(
         _turn,
@@ -163,12 +179,12 @@ def _gradient(head, blocks, weights, maxima, m, d, labels, factors, scale, terms
             plgpu.Barrier(num_barriers=_SLOTS),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name="linear_cross_entropy_turn_mosaic",
+        kernel_name="linear_cross_entropy_gradient_mosaic",
     )
-    # In a loop XLA must not fuse the kernel with what it reads: it would forget that one operand is written in place. An
-    # elementwise function that XLA compiles is not computed in place (JAX 0.11.2).
-    weights, of_tiles, of_label, labels = lax.optimization_barrier((weights, of_tiles, of_label, labels))
-    (gradient,) = pl.run_state(lambda refs: run(*refs, of_tiles, of_label, labels))([weights])
+    # In a loop XLA must not fuse the kernel with what it reads: it would forget that one operand is written in place. What XLA
+    # itself computes from each entry of an array takes memory of its own (JAX 0.11.2).
+    weights, *others = lax.optimization_barrier((weights, of_tiles, of_label, labels))
+    (gradient,) = pl.run_state(lambda refs: run(*refs, *others))([weights])
     return lax.optimization_barrier(gradient)
 
 
