@@ -230,7 +230,7 @@ CALLS = {
     "group_advantages": (
         rl.group_advantages,
         {"rewards": X},
-        {"rewards": {"five axes"} | TOKENS, "axis": SIZES, "normalize": BOOLS, "eps": CONCRETE},
+        {"rewards": REAL | {"bools of another shape"}, "axis": SIZES, "normalize": BOOLS, "eps": CONCRETE},
     ),
     "dpo_loss": (
         rl.dpo_loss,

@@ -152,7 +152,7 @@ def test_interpreted_gradients_of_rows_that_one_class_leads(top, is_scaled):
 
 
 def test_interpreted_gradients_where_a_z_loss_has_no_slope():
-    """Where `1 + 2 * z_loss * lse` is 0, the gradient is that of the label alone."""
+    """The gradient is that of the label alone where `1 + 2 * z_loss * lse` is 0."""
     shape, head = (128, 64, 256, 1), head_of((128, 64, 256, 1), z_loss=10.0)
     operands = operands_of(shape, 1.0)
     operands |= {"hidden": operands["hidden"].at[:].set(0), "bias": np.full(256, -np.log(256) - 1 / 20, np.float32)}

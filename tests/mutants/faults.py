@@ -261,8 +261,8 @@ FAULTS = (
     Fault(
         "primitive: a tangent of other operands is dropped",
         f"{_CORE}/primitive.py",
-        "[b if a is None else ad.add_tangents(a, b) for",
-        "[b if a is None else a for",
+        "[ad.add_tangents(*pair) for pair in zip(moved, tangents_out, strict=True)] if others else moved",
+        "moved",
         "tests/softmax/test_transformations.py -k second_order_in_every_mode",
     ),
     Fault(
@@ -1999,10 +1999,31 @@ FAULTS = (
     ),
     Fault(
         "linear losses: gradients of all parts are those of the last",
-        f"{_LOSS}/linear.py",
+        f"{_LOSS}/linear_parts.py",
         "{name: sums[name] + each for name, each in more.items()}",
         "more",
         "tests/cross_entropy/test_linear.py -k 'gradients_are_those'",
+    ),
+    Fault(
+        "linear losses: a temperature is no operand of rows",
+        f"{_LOSS}/linear_gradient.py",
+        'rows = {name: operands[name] for name in ("labels", "scale") if name in operands}',
+        'rows = {"labels": operands.pop("labels")} | {"none": operands.pop("scale", None)}',
+        "tests/cross_entropy/test_linear.py -k 'temperatures and classes'",
+    ),
+    Fault(
+        "linear losses: the kernel's gradient at a label leaves out the z-loss",
+        f"{_LOSS}/mosaic_sm90/linear_gradient.py",
+        "of_label = a * jnp.expm1(-nll) + (a - t)",
+        "of_label = a * jnp.expm1(-nll)",
+        "tests/cross_entropy/test_linear_gradient.py -k 'interpreted_results or has_no_slope'",
+    ),
+    Fault(
+        "linear losses: the kernel turns weights by the maxima of rows alone",
+        f"{_LOSS}/mosaic_sm90/linear_gradient.py",
+        "factor, replacement = own.number(of_tiles.at[own.column]), own.number(of_label)",
+        "factor, replacement = own.number(of_tiles.at[0]), own.number(of_label)",
+        "tests/cross_entropy/test_linear_gradient.py -k 'interpreted_results'",
     ),
     Fault(
         "linear losses: the gradient of a scale leaves out the z-loss",
@@ -2077,8 +2098,8 @@ FAULTS = (
     Fault(
         "linear log-probabilities: the kernel's exponents are in base 2",
         f"{_LOSS}/mosaic_sm90/linear_loss.py",
-        "jnp.sum(weights * bounded, 1) * (1 / _LOG2E)",
-        "jnp.sum(weights * bounded, 1)",
+        "functools.reduce(jnp.add, products) * (1 / LOG2E)",
+        "functools.reduce(jnp.add, products)",
         "tests/cross_entropy/test_linear_mosaic.py -k interpreted_log_probs",
     ),
     Fault(
@@ -2089,9 +2110,16 @@ FAULTS = (
         "tests/cross_entropy/test_linear_mosaic.py -k interpreted_gradients",
     ),
     Fault(
+        "linear log-probabilities: rows that fill up a part have exponents of NaN",
+        f"{_LOSS}/mosaic_sm90/linear_loss.py",
+        "numbers = [jnp.where(counts, LOG2E * factor, LOG2E), jnp.where",
+        "numbers = [zeros + LOG2E * factor, jnp.where",
+        "tests/cross_entropy/test_linear_mosaic.py -k several_parts_of_rows",
+    ),
+    Fault(
         "linear log-probabilities: the kernel's gradient leaves out that of the entropy",
         f"{_LOSS}/mosaic_sm90/linear_loss.py",
-        "numbers += [] if e is zeros else [e / _LOG2E]",
+        "numbers += [] if e is zeros else [e / LOG2E]",
         "numbers += [] if e is zeros else [e]",
         "tests/cross_entropy/test_linear_mosaic.py -k interpreted_gradients",
     ),

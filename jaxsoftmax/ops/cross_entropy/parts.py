@@ -56,7 +56,7 @@ def by_parts(
         return (sums, [lax.dynamic_update_index_in_dim(a, b, i, 1) for a, b in zip(results, new, strict=True)]), None
 
     in_parts = list(map(interleaved, arrays))
-    # Of two parts XLA takes the loop apart: the gradient of the weight is then in memory twice.
+    # A loop over one part is no loop to XLA, which then has the gradient of the weight in memory twice.
     is_first_apart &= parts > 2
     first = [array[:, 0] for array in in_parts]
     sums, found = function(None, *first) if is_first_apart else jax.eval_shape(function, None, *first)

@@ -30,7 +30,8 @@ from jaxsoftmax.ops.cross_entropy.mosaic_sm90 import linear_loss
 from jaxsoftmax.ops.cross_entropy.mosaic_sm90.linear_loss import TILE_CLASSES
 from jaxsoftmax.ops.cross_entropy.parts import product
 
-_ROWS, _COLUMNS = 64, 64  # of a tile that weights are turned in, and of what registers have of it at a time
+_ROWS = 64  # rows of a tile of weights in the second kernel
+_COLUMNS = 64  # columns that registers hold at a time
 _SLOTS = 3  # tiles in shared memory: one that comes, one that is computed, and one that leaves
 _BLOCKS = 2  # for each multiprocessor, of this kernel
 _OTHERWISE = {"hidden": 0, "labels": xla.NO_ROW, "scale": 1, "factors": 0}  # operands of rows, in those that fill up a tile
