@@ -589,3 +589,24 @@ def test_flags_may_be_arrays(flag, kind):
     arrays = given(dtype=np.float32)
     found, expected = (by_parts(arrays, **{flag: value}) for value in (kind(True), True))
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("wrt", [("hidden",), ("hidden", "weight", "bias")], ids=str)
+def test_examples_that_share_a_weight_do_not_copy_it(wrt):
+    arrays = given(rows=(8, 64), hidden=64, classes=4096, dtype=np.float32)
+    arrays.pop("sample_weight")
+    labels, moving = arrays.pop("labels"), {name: arrays[name] for name in wrt}
+    axes = {name: 0 if name == "hidden" else None for name in arrays}
+
+    def gradients(moving, labels):
+        return jax.grad(lambda moving: by_parts(arrays | moving | {"labels": labels}))(moving)
+
+    mapped = jax.jit(jax.vmap(gradients, ({name: axes[name] for name in wrt}, 0)))
+    compiled = mapped.lower(moving, labels).compile()
+    logits = 8 * 64 * 4096 * 4
+    assert compiled.memory_analysis().temp_size_in_bytes <= 2.5 * logits  # 8 weights have the size of the logits too
+    found = mapped(moving, labels)
+    for i in (0, 7):
+        one = gradients(moving | {"hidden": moving["hidden"][i]}, labels[i])
+        for name in wrt:
+            np.testing.assert_allclose(found[name][i], one[name], rtol=2e-4, atol=1e-7)

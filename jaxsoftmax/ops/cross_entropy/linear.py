@@ -1,7 +1,8 @@
 """Sums of the losses of rows of linear layers, computed together with their gradients.
 
 - A sum of losses computes its gradients together with its value, part by part, and scales them when the cotangent is known.
-  That takes as many matrix products as a loss with all logits in memory takes: three for a layer.
+  That takes as many matrix products as a loss with all logits in memory takes: three for a layer, and four in kernels for a
+  weight that is not aligned.
 - Losses of rows compute the logits once more for their gradients, which is a fourth product.
 """
 

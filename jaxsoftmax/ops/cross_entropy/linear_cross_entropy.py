@@ -174,15 +174,15 @@ def linear_cross_entropy(
     weight. In programs for symbolic shapes all rows are one part.
 
     On NVIDIA Hopper GPUs kernels multiply for integer labels and `hidden` of 16 bits, without `label_smoothing`. On several
-    devices they run inside a `shard_map` over all mesh axes, or if all mesh axes are explicit.
+    devices they run inside a `shard_map` over all mesh axes, or if all mesh axes are explicit. For gradients of a "mean" or
+    "sum" XLA multiplies where devices share the classes, and for the examples of a `vmap`.
 
     - With `reduction="none"`, in float16, and without gradients no logits are in memory. The kernel needs 12 bytes for each
       row and 256 classes instead. It copies a weight of another dtype, in pieces of 256 MiB. It also copies a weight whose `H`
       is not a multiple of 64, or whose number of classes is not a multiple of 64 (8 with `class_axis=0`).
     - A differentiated "mean" or "sum" of bfloat16 stores weights of scores in place of logits, and takes the three products of
       the table. If `H` or the number of classes is not a multiple of 64, it takes the four of "none", with their memory and
-      their rounding: XLA's products of such a weight are three times as slow. Where the caller names mesh axes in `axis_name`,
-      XLA multiplies.
+      their rounding: XLA's products of such a weight are three times as slow.
 
     Sharded classes: each device multiplies by its part of the weight, and neither weights nor logits are gathered. One
     collective for each part merges the states of the rows, or one in all without gradients. The gradient of `hidden` is

@@ -4,8 +4,9 @@
                                    log-sum-exp, and the entropy if the head asks for it; and then the derivatives of
                                    sum(factors * losses) by the operands that `wrt` names
 
-It takes three products, as a loss with all logits in memory does: logits are computed once. Labels count the classes of this
-device, which has all of them.
+It takes three products, as a loss with all logits in memory does: logits are computed once. A kernel may take four for a weight
+that is not aligned. Labels count the classes of this device, which has all of them. Examples of a batch may share the weight
+and the bias, and have gradients of their own.
 """
 
 import functools
@@ -22,7 +23,7 @@ from jaxsoftmax.ops.cross_entropy.linear_parts import Wanted, gradients_of_parts
 
 _HIDDEN = Operand("hidden", ("rows", None), may_be_one=False)
 _OF_ROWS = Operand("labels", ("rows",), may_be_one=False)
-_WEIGHT, _BIAS = Operand("weight", (None, None), may_be_one=False), Operand("bias", (None,), may_be_one=False)
+_WEIGHT, _BIAS = Operand("weight", (None, None)), Operand("bias", (None,))
 _OPERANDS = (_HIDDEN, _WEIGHT, _OF_ROWS, _BIAS, _OF_ROWS.called("scale"), _OF_ROWS.called("factors"))
 
 
@@ -35,8 +36,9 @@ def _results(*, head, wrt, **params) -> list[Operand]:
 def _types(operands, *, head, wrt, **params):
     del params
     labels, kind = operands["labels"], accumulator(operands["hidden"].dtype)
-    of_rows = jax.ShapeDtypeStruct(labels.shape, kind)
-    gradients = [jax.ShapeDtypeStruct(operands[name].shape, operands[name].dtype) for name in wrt]
+    of_rows, axes = jax.ShapeDtypeStruct(labels.shape, kind), labels.ndim - 1
+    gradients = [operands[name] for name in wrt]
+    gradients = [jax.ShapeDtypeStruct((*labels.shape[:axes], *each.shape[axes:]), each.dtype) for each in gradients]
     return [of_rows] * (2 + head.return_entropy) + gradients
 
 
@@ -69,6 +71,11 @@ def reference(*, head, wrt, factors, machine=ONE_DEVICE, **operands: Any) -> lis
         gradients = by_layer | by_rows
         return [*results, *(gradients[name].astype(operands[name].dtype) for name in wrt)]
 
-    for _ in factors.shape[:-1]:
-        of_one = jax.vmap(of_one)
-    return of_one(present, factors)
+    def of_batch(operands, factors):
+        if factors.ndim == 1:
+            return of_one(operands, factors)
+        axes = {name: None if name in ("weight", "bias") and each.shape[0] == 1 else 0 for name, each in operands.items()}
+        operands = {name: each[0] if axes[name] is None else each for name, each in operands.items()}
+        return jax.vmap(of_batch, (axes, 0))(operands, factors)
+
+    return of_batch(present, factors)

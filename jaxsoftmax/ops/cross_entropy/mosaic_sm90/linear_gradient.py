@@ -47,8 +47,9 @@ class LinearGradientPlan:
     remark = None
 
     def describe(self) -> str:
-        own = linear_loss.describe(has_staging=True)
-        return f"{own}, weights of scores in memory" if self.is_aligned else f"{own}, made twice for blocks of classes"
+        if self.is_aligned:
+            return linear_loss.describe(has_staging=True) + ", weights of scores in memory"
+        return linear_loss.describe(has_staging=False) + ", then again with a stage less for each block of classes"
 
     def run(self, **operands: Any) -> list[jax.Array]:
         """Computes the results of the operation from its operands."""
@@ -78,7 +79,8 @@ def _by_blocks(blocks, params, operands) -> tuple[list[jax.Array], dict[str, jax
     m, d, chosen, *sums = linear_loss.terms_of_rows(of_log_probs, blocks, **operands, return_entropy=has_entropy)
     terms = _terms(labels, _classes(head, operands), m, d, chosen, sums, scale)
     numbers = xla.factors(factors, terms[1], 0, head.z_loss, 1)
-    operands |= {"labels": labels[:, None], "m": m, "d": d, "a": numbers["a"], "b": numbers["b"][:, None]}
+    b = jnp.where((factors != 0) & (d == 0), jnp.nan, numbers["b"])  # of a row of no scores, whose loss is NaN
+    operands |= {"labels": labels[:, None], "m": m, "d": d, "a": numbers["a"], "b": b[:, None]}
     gradient = functools.partial(linear_loss.gradient_of_logits, of_log_probs, blocks, False)
     own, of_layer = operands["hidden"].dtype.itemsize, tuple([name for name in wrt if name != "scale"])
     gradients = linear_terms.gradients_by_blocks(of_log_probs, of_layer, gradient, own, **operands)
@@ -159,12 +161,12 @@ def _numbers(head, maxima, m, d, chosen, factors, scale, terms) -> list[jax.Arra
     a, t = xla.factors(factors, lse, 0, head.z_loss, 1)["a"], factors
     if scale is not None:
         a, t = a * scale, t * scale
-    counts = (factors != 0) & (d != 0)
+    counts = factors != 0  # a row of no scores that counts has gradients of NaN, as its loss is
     of_tiles = online.weights(maxima, m, axis=0, scale=scale) * jnp.where(counts, a / jnp.where(counts, d, 1), 0)[None]
     of_label = a * jnp.expm1(-nll) + (a - t)  # a * p - t, which is exact where p is close to 1
     if head.logits_soft_cap is not None:
         of_label *= 1 - (chosen / head.logits_soft_cap) ** 2
-    return [of_tiles, of_label]
+    return [of_tiles, jnp.where(counts, of_label, 0)]
 
 
 def _turned(blocks, weights, labels, of_tiles, of_label) -> jax.Array:
