@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
-from jaxsoftmax.ops.cross_entropy import parts
+from jaxsoftmax.ops.cross_entropy import linear_terms, parts
 
 from ..support import cases, kernels, oracle
 from ..support.cross_entropy.cases import ALL
@@ -610,3 +610,25 @@ def test_examples_that_share_a_weight_do_not_copy_it(wrt):
         one = gradients(moving | {"hidden": moving["hidden"][i]}, labels[i])
         for name in wrt:
             np.testing.assert_allclose(found[name][i], one[name], rtol=2e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.usefixtures("parts", "x64")
+def test_second_derivatives_of_parts_that_are_filled_up(reduction, monkeypatch):
+    """Rows that fill up the last part leave the gradient of the weight alone, also where a bias excludes a class."""
+    monkeypatch.setattr(linear_terms, "_ONE_BLOCK", 128 * CLASSES * 8)
+    arrays = given(rows=(210,))
+    arrays["bias"][5] = -np.inf
+    arrays["labels"][arrays["labels"] == 5] = 6
+    arrays |= {"temperature": np.linspace(0.5, 2, 210)}
+    labels, bias, sample_weight = (arrays.pop(name) for name in ("labels", "bias", "sample_weight"))
+
+    def squares(f):
+        def total(wrt):
+            more = {"labels": labels, "bias": bias, "sample_weight": sample_weight}
+            return jnp.sum(jnp.sin(f(wrt | more, reduction=reduction)))
+
+        return jax.jit(jax.grad(lambda wrt: sum(jnp.vdot(g, g) for g in jax.tree.leaves(jax.grad(total)(wrt)))))
+
+    found, expected = squares(by_parts)(arrays), squares(whole)(arrays)
+    oracle.assert_same_in_float64(found, expected)

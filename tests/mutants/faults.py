@@ -2111,9 +2111,9 @@ FAULTS = (
     ),
     Fault(
         "linear log-probabilities: rows that fill up a part have exponents of NaN",
-        f"{_LOSS}/mosaic_sm90/linear_loss.py",
-        "numbers = [jnp.where(counts, LOG2E * factor, LOG2E), jnp.where",
-        "numbers = [zeros + LOG2E * factor, jnp.where",
+        f"{_LOSS}/parts.py",
+        'FILLS = {"scale": 1, "d": 1}',
+        "FILLS = {}",
         "tests/cross_entropy/test_linear_mosaic.py -k several_parts_of_rows",
     ),
     Fault(

@@ -42,13 +42,12 @@ def results_of_parts(head: "Head", layers: Sequence[Layer], rows: dict[str, jax.
       rows: what else the head takes of rows, by name.
     """
 
-    def part(sums, *arrays):
-        hidden, of_rows = arrays[: len(layers)], of_part(rows, arrays[len(layers) :])
-        return sums, head.results(_logits(head, layers, hidden), of_rows)
+    def part(sums, own):
+        hidden = [own.pop(name) for name in _hidden(layers)]
+        return sums, head.results(_logits(head, layers, hidden), own)
 
-    arrays = [*(layer["hidden"] for layer in layers), *rows.values()]
     # In reverse mode each part adds to the gradient of the weight, too.
-    return by_parts(jax.checkpoint(part), _most(layers), _bytes_of_row(head, layers), arrays)[1]
+    return by_parts(jax.checkpoint(part), _most(layers), _bytes_of_row(head, layers), _hidden(layers) | rows)[1]
 
 
 def gradients_of_parts(
@@ -69,10 +68,10 @@ def gradients_of_parts(
     """
     with_hidden = [at for at, names in enumerate(wanted.layers) if "hidden" in names]
 
-    def part(sums, *arrays):
-        hidden, of_rows, c = arrays[: len(layers)], of_part(rows, arrays[len(layers) : -1]), arrays[-1]
+    def part(sums, own):
+        hidden, c = [own.pop(name) for name in _hidden(layers)], own.pop("factors")
         logits = _logits(head, layers, hidden)
-        results, gradients, found = head.with_gradients(logits, of_rows, c, wanted, hidden[0].dtype)
+        results, gradients, found = head.with_gradients(logits, own, c, wanted, hidden[0].dtype)
         more, of_hidden = {}, {}
         for at, (names, h, g) in enumerate(zip(wanted.layers, hidden, gradients, strict=True)):
             if g is None:
@@ -87,8 +86,8 @@ def gradients_of_parts(
         sums = more if sums is None else {name: sums[name] + each for name, each in more.items()}
         return sums, [*results, *(of_hidden[at] for at in with_hidden), *(found[name] for name in wanted.rows)]
 
-    arrays = [*(layer["hidden"] for layer in layers), *rows.values(), factors]
-    sums, results = by_parts(jax.checkpoint(part), _most(layers), _bytes_of_row(head, layers, wanted.layers), arrays, **options)
+    of_all = _hidden(layers) | rows | {"factors": factors}
+    sums, results = by_parts(jax.checkpoint(part), _most(layers), _bytes_of_row(head, layers, wanted.layers), of_all, **options)
     by_rows = {name: results.pop() for name in reversed(wanted.rows)}
     by_layers: list[Layer] = [{} for _ in layers]
     for at in reversed(with_hidden):
@@ -98,12 +97,9 @@ def gradients_of_parts(
     return results, by_layers, by_rows
 
 
-def of_part(names, arrays) -> dict[str, jax.Array]:
-    """Returns what belongs to the rows of a part by name."""
-    rows = dict(zip(names, arrays, strict=True))
-    if "scale" in rows:  # 0 in rows that fill up the part, where a bias of -inf would become NaN
-        rows["scale"] = jnp.where(rows["scale"] == 0, 1, rows["scale"])
-    return rows
+def _hidden(layers: Sequence[Layer]) -> dict[str, jax.Array]:
+    """Returns the hidden states of layers by names of their own."""
+    return {f"hidden {at}": layer["hidden"] for at, layer in enumerate(layers)}
 
 
 def _logits(head: "Head", layers, hidden) -> list[jax.Array]:

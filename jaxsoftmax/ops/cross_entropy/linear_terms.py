@@ -229,11 +229,11 @@ def of_batch(function: Callable[..., list[jax.Array]], operands: dict[str, Any],
 def terms(hidden, weight, labels, bias=None, scale=None, *, head, machine=ONE_DEVICE, **flags):
     """Computes the results of `linear_log_probs`."""
 
-    def of_one(hidden, weight, labels, bias=None, **of_rows):
-        def part(sums, hidden, labels, *of_rows):
-            return sums, head.terms(_logits(head, hidden, weight, bias), labels, *of_rows, **flags)
+    def of_one(weight, bias=None, **rows):
+        def part(sums, own):
+            return sums, head.terms(_logits(head, own.pop("hidden"), weight, bias), **own, **flags)
 
-        return by_parts(part, parts.MOST, _bytes_of_logits(head, hidden, weight), [hidden, labels, *of_rows.values()])[1]
+        return by_parts(part, parts.MOST, _bytes_of_logits(head, rows["hidden"], weight), rows)[1]
 
     return of_batch(of_one, present(hidden=hidden, weight=weight, labels=labels, bias=bias, scale=scale), machine)
 
@@ -243,11 +243,8 @@ def tangents(hidden, labels, *, head, return_total=False, return_entropy=False, 
     flags = {"return_total": return_total, "return_entropy": return_entropy}
 
     def of_one(weight, bias=None, t_weight=None, t_bias=None, **rows):
-        names = list(rows)
-
-        def part(sums, *arrays):
-            rows = dict(zip(names, arrays, strict=True))
-            hidden, t_hidden = rows.pop("hidden"), rows.pop("t_hidden", None)
+        def part(sums, own):
+            hidden, t_hidden = own.pop("hidden"), own.pop("t_hidden", None)
             x, moved = _logits(head, hidden, weight, bias), []
             if t_hidden is not None:
                 moved.append(_logits(head, t_hidden.astype(hidden.dtype), weight, None))
@@ -256,10 +253,10 @@ def tangents(hidden, labels, *, head, return_total=False, return_entropy=False, 
             if t_bias is not None:
                 moved.append(jnp.broadcast_to(t_bias.astype(x.dtype)[None], x.shape))
             t = sum(moved[1:], start=moved[0]) if moved else None
-            return sums, head.tangents(x, t, **flags, **rows)
+            return sums, head.tangents(x, t, **flags, **own)
 
         bytes_of_row = _bytes_of_logits(head, rows["hidden"], weight)
-        return by_parts(jax.checkpoint(part), parts.MOST, bytes_of_row, list(rows.values()))[1]
+        return by_parts(jax.checkpoint(part), parts.MOST, bytes_of_row, rows)[1]
 
     return of_batch(of_one, present(hidden=hidden, labels=labels, **others), machine)
 
@@ -312,8 +309,7 @@ def gradients_by_blocks(
         n_parts = sizes(hidden.shape[0], bytes_of_row, _ONE_BLOCK)[1]
         product_dtype = kind if is_one_device and n_parts > 1 else weight.dtype
 
-        def part(sums, *arrays):
-            of_rows = dict(zip(rows, arrays, strict=True))
+        def part(sums, of_rows):
             hidden = of_rows.pop("hidden")
             labels = head.labels_of_block(of_rows.pop("labels"), start, size)
             g, of_scale = gradient(hidden, own, labels, **of_rows)
@@ -327,7 +323,7 @@ def gradients_by_blocks(
             found += [of_scale] if "scale" in wrt else []
             return more if sums is None else jax.tree.map(jnp.add, sums, more), found
 
-        sums, found = by_parts(jax.checkpoint(part), _ONE_BLOCK, bytes_of_row, list(rows.values()))
+        sums, found = by_parts(jax.checkpoint(part), _ONE_BLOCK, bytes_of_row, rows)
         return sums, dict(zip([name for name in ("hidden", "scale") if name in wrt], found, strict=True))
 
     def add(carry, start, size):

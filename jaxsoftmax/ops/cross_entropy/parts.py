@@ -15,6 +15,9 @@ from jaxsoftmax._core import sharding
 MOST_WITH_GRADIENT = 2**29
 MOST = 2**28
 _TILE = 128  # rows of one tile of tensor cores
+# What fills up the rows of a part, by name; all else is 0. With a scale of 0, or a sum `d` of exponentials of 0, derivatives of
+# such rows would be NaN, and with them the gradient of the weight, which adds up over rows.
+FILLS = {"scale": 1, "d": 1}
 
 
 def product(a: jax.Array, b: jax.Array, axis_of_a: int, axis_of_b: int, dtype) -> jax.Array:
@@ -23,51 +26,59 @@ def product(a: jax.Array, b: jax.Array, axis_of_a: int, axis_of_b: int, dtype) -
 
 
 def by_parts(
-    function, most: int, bytes_of_row: Any, arrays: list[jax.Array], *, is_first_apart: bool = False
+    function, most: int, bytes_of_row: Any, rows: dict[str, jax.Array], *, is_first_apart: bool = False
 ) -> tuple[Any, list[jax.Array]]:
     """Folds a function over parts of the rows.
 
     Args:
-      function: `function(sums, *parts of the arrays)` returns the new sums, and results `[rows of the part, ...]`. The sums
-        that it gets first are None if there is one part, or if the first of several is apart, else zeros.
+      function: `function(sums, rows of the part)` returns the new sums, and results `[rows of the part, ...]`. It gets the
+        rows by name. The sums that it gets first are None if there is one part, or if the first of several is apart, else
+        zeros.
       most: bytes that the logits of a part take, approximately.
       bytes_of_row: bytes that those of a row take.
-      arrays: arrays whose first axis has the rows.
+      rows: arrays whose first axis has the rows, by name.
       is_first_apart: True to compute the first of three or more parts in front of the loop over the others, which saves the
         zeros, and adding to them. On automatic axes of several devices that would add up the gradient of the weight over the
         devices twice.
 
     Returns:
-      The sums, and the results of all rows. The last rows of parts may be zeros, whose results are left out. Symbolic sizes
-      make one part.
+      The sums, and the results of all rows. The last rows of parts may be `FILLS`, whose results are left out. Symbolic
+      sizes make one part.
     """
-    rows = arrays[0].shape[0]
-    rows_of_part, parts = sizes(rows, bytes_of_row, most)
+    count = next(iter(rows.values())).shape[0]
+    rows_of_part, parts = sizes(count, bytes_of_row, most)
     if parts == 1:
-        return function(None, *arrays)
+        return function(None, rows)
 
-    def interleaved(array):
-        padded = jnp.pad(array, ((0, parts * rows_of_part - rows), *((0, 0) for _ in array.shape[1:])))
+    def interleaved(name, array):
+        padded = filled_up(name, array, parts * rows_of_part)
         return padded.reshape(rows_of_part, parts, *array.shape[1:])
 
     def step(carry, i):
         sums, results = carry
-        sums, new = function(sums, *(lax.dynamic_index_in_dim(array, i, 1, keepdims=False) for array in in_parts))
+        own = {name: lax.dynamic_index_in_dim(array, i, 1, keepdims=False) for name, array in in_parts.items()}
+        sums, new = function(sums, own)
         return (sums, [lax.dynamic_update_index_in_dim(a, b, i, 1) for a, b in zip(results, new, strict=True)]), None
 
-    in_parts = list(map(interleaved, arrays))
+    in_parts = {name: interleaved(name, array) for name, array in rows.items()}
     # A loop over one part is no loop to XLA, which then has the gradient of the weight in memory twice.
     is_first_apart &= parts > 2
-    first = [array[:, 0] for array in in_parts]
-    sums, found = function(None, *first) if is_first_apart else jax.eval_shape(function, None, *first)
+    first = {name: array[:, 0] for name, array in in_parts.items()}
+    sums, found = function(None, first) if is_first_apart else jax.eval_shape(function, None, first)
     results = [jax.ShapeDtypeStruct((rows_of_part, parts, *kind.shape[1:]), kind.dtype) for kind in found]
     leaves, tree = jax.tree.flatten(results if is_first_apart else (sums, results))
     zeros = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
-    carry = jax.tree.unflatten(tree, sharding.vary_alike([in_parts[0], *zeros])[1:])
+    carry = jax.tree.unflatten(tree, sharding.vary_alike([next(iter(in_parts.values())), *zeros])[1:])
     if is_first_apart:
         carry = sums, [array.at[:, 0].set(each) for array, each in zip(carry, found, strict=True)]
     (sums, results), _ = lax.scan(step, carry, jnp.arange(int(is_first_apart), parts))
-    return sums, [array.reshape(parts * rows_of_part, *array.shape[2:])[:rows] for array in results]
+    return sums, [array.reshape(parts * rows_of_part, *array.shape[2:])[:count] for array in results]
+
+
+def filled_up(name: str, array: jax.Array, count: int) -> jax.Array:
+    """Returns an array of this number of rows, the last of which are `FILLS`."""
+    more = [(0, count - len(array)), *[(0, 0)] * (array.ndim - 1)]
+    return jnp.pad(array, more, constant_values=FILLS.get(name, 0))
 
 
 def sizes(rows: Any, bytes_of_row: Any, most: int) -> tuple[Any, int]:

@@ -25,7 +25,6 @@ from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax.ops.cross_entropy import linear_terms, parts, xla
 from jaxsoftmax.ops.cross_entropy.linear_gradient import LINEAR_CROSS_ENTROPY_GRADIENT
-from jaxsoftmax.ops.cross_entropy.linear_parts import of_part
 from jaxsoftmax.ops.cross_entropy.mosaic_sm90 import linear_loss
 from jaxsoftmax.ops.cross_entropy.mosaic_sm90.linear_loss import TILE_CLASSES
 from jaxsoftmax.ops.cross_entropy.parts import product
@@ -33,8 +32,7 @@ from jaxsoftmax.ops.cross_entropy.parts import product
 _ROWS = 64  # rows of a tile of weights in the second kernel
 _COLUMNS = 64  # columns that registers hold at a time
 _SLOTS = 3  # tiles in shared memory: one that comes, one that is computed, and one that leaves
-_BLOCKS = 2  # for each multiprocessor, of this kernel
-_OTHERWISE = {"hidden": 0, "labels": xla.NO_ROW, "scale": 1, "factors": 0}  # operands of rows, in those that fill up a tile
+_BLOCKS = 2  # blocks of threads of the second kernel, for each multiprocessor
 
 
 @dataclass(frozen=True)
@@ -92,16 +90,16 @@ def _with_weights(blocks, params, operands) -> tuple[list[jax.Array], dict[str, 
     """Computes results, and gradients by name, for a part of the rows at a time."""
     head, wrt = params["head"], params["wrt"]
     (axis,), classes = head.class_axes, _classes(head, operands)
-    rows = {name: operands[name] for name in _OTHERWISE if name in operands}
+    rows = {name: operands[name] for name in ("hidden", "labels", "scale", "factors") if name in operands}
     weight, bias = operands["weight"], operands.get("bias")
     dtype, of_weight = rows["hidden"].dtype, weight.dtype
     weight = weight.astype(dtype)  # once for all parts
     weigh, turn = (jax.jit(functools.partial(*each)) for each in ((_weigh, params, blocks), (_turned, blocks)))  # lowered once
 
-    def part(sums, *arrays):
+    def part(sums, own):
         # In whole tiles, as a copy of weights of fewer rows would be as large as the logits.
-        own, count = of_part(rows, arrays), linear_loss.rows_in_tiles(len(arrays[0]))
-        own = {name: linear_loss.padded_to(count, each, _OTHERWISE[name]) for name, each in own.items()}
+        count = len(own["hidden"])
+        own = {name: parts.filled_up(name, each, linear_loss.rows_in_tiles(count)) for name, each in own.items()}
         hidden, labels, factors, scale = own["hidden"], own["labels"], own["factors"], own.get("scale")
         weights, *of_tiles = weigh(hidden, weight, labels, bias, scale)
         m, d, chosen, *exponents = linear_loss.merged(of_tiles, labels, classes, scale)
@@ -116,11 +114,11 @@ def _with_weights(blocks, params, operands) -> tuple[list[jax.Array], dict[str, 
             found.append(product(g, weight, 1, axis, dtype))
         found += list(_by_scale(params, factors, scale, terms).values())
         results = head.of_terms(terms, 1)[: 2 + head.return_entropy]
-        results = [each[: len(arrays[0])] for each in (*results, *found)]
+        results = [each[:count] for each in (*results, *found)]
         return more if sums is None else jax.tree.map(jnp.add, sums, more), results
 
     most, bytes_of_row = parts.MOST_WITH_GRADIENT, classes * dtype.itemsize
-    sums, found = parts.by_parts(part, most, bytes_of_row, list(rows.values()), is_first_apart=True)
+    sums, found = parts.by_parts(part, most, bytes_of_row, rows, is_first_apart=True)
     names = [name for name in ("hidden", "scale") if name in wrt]
     n_results = len(found) - len(names)
     return found[:n_results], sums | dict(zip(names, found[n_results:], strict=True))

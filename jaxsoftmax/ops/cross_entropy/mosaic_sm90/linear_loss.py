@@ -165,12 +165,14 @@ def gradient_of_logits(head, blocks, wants_scale, hidden, layer, labels, m, d, a
     weight, rows = layer["weight"], hidden.shape[0]
     classes, zeros = weight.shape[head.class_axis], jnp.zeros(rows, jnp.float32)
     factor = 1.0 if scale is None else scale
-    counts = (labels[:, 0] != xla.NO_ROW) & (d != 0)
+    # A row where both numbers are 0 may hold anything.
+    has_weights = functools.reduce(jnp.logical_or, [each != 0 for each in (a, e) if each is not None], jnp.zeros(rows, bool))
+    counts = (labels[:, 0] != xla.NO_ROW) & (d != 0) & has_weights
     a, e = (zeros if each is None else jnp.where(counts, each * factor / jnp.where(counts, d, 1), 0) for each in (a, e))
     b = zeros if b is None else b[:, 0] * factor
     # In base 2, the exponent is `(x - m) * unit`, and the weight times `a + e * exponent` is the gradient. A row that does not
-    # count has weights of 0: those of a bias alone may be infinite. Rows that fill up a part have a scale of 0.
-    numbers = [jnp.where(counts, LOG2E * factor, LOG2E), jnp.where(counts, m, jnp.inf), a, b]
+    # count has weights of 0: those of a bias alone may be infinite.
+    numbers = [zeros + LOG2E * factor, jnp.where(counts, m, jnp.inf), a, b]
     numbers += [] if e is zeros else [e / LOG2E]
     operands = in_tiles(head.class_axis, hidden, weight, labels[:, 0], *(number.astype(jnp.float32) for number in numbers))
     tiled = len(operands[2])
