@@ -1,13 +1,17 @@
 """The kernel of a linear layer's mean loss and its gradients: lowered, interpreted, and held against float64 on such a GPU."""
 
+import contextlib
 import functools
 import itertools
 from dataclasses import replace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxsoftmax
 from jaxsoftmax._core.implementation import Refusal
@@ -15,6 +19,7 @@ from jaxsoftmax._core.target import HOPPER
 from jaxsoftmax.ops.cross_entropy import linear_terms, parts
 from jaxsoftmax.ops.cross_entropy.loss import LossHead
 from jaxsoftmax.ops.cross_entropy.xla import NO_CLASS, NO_ROW
+from jaxsoftmax.ops.softmax import across_devices
 
 from ..support import cases, kernels
 from ..support.cross_entropy import plans
@@ -137,6 +142,48 @@ def test_interpreted_gradients_of_several_parts_of_rows(class_axis, monkeypatch)
     found = run(head, wrt_of(operands), operands)
     assert found["weight"].dtype == jnp.float32
     check(found, in_float64(head, operands))
+
+
+@contextlib.contextmanager
+def as_device(device, gather):
+    """Gives a program the place of one of two devices, and its collective: an interpreter has the kernels of one device."""
+    index, size = jax.lax.axis_index, jax.lax.axis_size
+    with (
+        mock.patch.object(jax.lax, "axis_index", lambda name: device if name == ("model",) else index(name)),
+        mock.patch.object(jax.lax, "axis_size", lambda name: 2 if name == ("model",) else size(name)),
+        mock.patch.object(across_devices, "gathered", lambda axis_name, *numbers: gather(jnp.stack(numbers))),
+    ):
+        yield
+
+
+@pytest.mark.usefixtures("plain_functions")
+@pytest.mark.parametrize("kind", ["plain", "everything"])
+@pytest.mark.parametrize("shape", [(200, 64, 512, 1), (130, 72, 518, 0)], ids=cases.ident)
+def test_interpreted_gradients_of_classes_that_devices_share(shape, kind):
+    """Each device has half of the classes. What it returns adds up to the results and gradients of all classes."""
+    options = dict(KINDS[kind])
+    operands = operands_of(shape, **{name: options.pop(name) for name in ("has_bias", "is_scaled") if name in options})
+    operands["bias"] = np.maximum(operands.get("bias", np.zeros(shape[2], np.float32)), -3)
+    operands["labels"][4:9] = [0, shape[2] // 2 - 1, shape[2] // 2, shape[2] - 1, NO_CLASS]
+    operands["factors"][8] = 0  # else the row's gradient has no label, which `in_float64` does not know
+    head, wrt = head_of(shape, return_entropy=True, axis_name=("model",), **options), wrt_of(operands)
+    halves = {"weight": np.split(operands["weight"], 2, shape[3]), "bias": np.split(operands["bias"], 2)}
+    parts_of = [operands | {name: pair[device] for name, pair in halves.items()} for device in range(2)]
+    gathered: list[jax.Array] = []
+    for own in parts_of:  # first what each device has, then the results
+        with as_device(len(gathered), lambda numbers: gathered.append(numbers) or jnp.stack([numbers, numbers], 1)):
+            run(head, wrt, own)
+    found = []
+    for device, own in enumerate(parts_of):
+        with as_device(device, lambda numbers: jnp.stack(gathered, 1)):
+            found.append(run(head, wrt, own))
+    whole = {name: sum(np.float64(each[name]) for each in found) for name in found[0]}
+    whole |= {name: np.concatenate([each[name] for each in found], axis) for name, axis in (("weight", shape[3]), ("bias", 0))}
+    expected = in_float64(head, operands)
+    assert np.isnan(whole["losses"][8])
+    for each in whole, expected:
+        each["losses"] = np.delete(each["losses"], 8)
+    check(whole, expected)
 
 
 @pytest.mark.parametrize("is_scaled", [True, False])
@@ -376,3 +423,44 @@ def test_native_losses_are_those_without_gradients(shape):
     loss = jax.jit(functools.partial(jaxsoftmax.linear_cross_entropy, class_axis=shape[3]))
     both = jax.jit(jax.value_and_grad(functools.partial(jaxsoftmax.linear_cross_entropy, class_axis=shape[3]), (0, 1)))
     np.testing.assert_allclose(loss(hidden, weight, labels), both(hidden, weight, labels)[0], rtol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("is_mapped", [True, False], ids=["shard_map", "explicit"])
+@pytest.mark.parametrize("kind", ["plain", "everything"])
+@pytest.mark.parametrize("shape", [(1300, 256, 50432, 1), (1025, 128, 32000, 0), (300, 256, 5056, 1)], ids=cases.ident)
+def test_native_classes_that_gpus_share(shape, kind, is_mapped, monkeypatch):
+    """All results and gradients of a mean are those of one GPU that has all classes, and the same in every call."""
+    devices = cases.several("gpu")
+    monkeypatch.setattr(parts, "MOST_WITH_GRADIENT", 512 * shape[2] * 2 // len(devices))
+    axis_type = AxisType.Auto if is_mapped else AxisType.Explicit
+    mesh = jax.make_mesh((len(devices),), ("model",), axis_types=(axis_type,), devices=devices)
+    options = dict(KINDS[kind])
+    operands = operands_of(shape, **{name: options.pop(name) for name in ("has_bias", "is_scaled") if name in options})
+    bias = np.maximum(operands.get("bias", np.zeros(shape[2], np.float32)), -3)
+    temperature = 1 / operands["scale"] if "scale" in operands else np.ones(shape[0], np.float32)
+    arrays = operands["hidden"], operands["weight"], bias, temperature
+    options |= {"class_axis": shape[3], "return_lse": True, "return_entropy": True}
+    of_classes = P("model") if shape[3] == 0 else P(None, "model")
+    specs = P(), of_classes, P("model"), P()
+
+    def loss(hidden, weight, bias, temperature, **more):
+        results = jaxsoftmax.linear_cross_entropy(
+            hidden, weight, operands["labels"], bias=bias, temperature=temperature, **options, **more
+        )
+        return results[0], results[1:]
+
+    of_shards = loss
+    if is_mapped:
+        of_shards = functools.partial(loss, axis_name="model")
+        of_shards = jax.shard_map(of_shards, mesh=mesh, in_specs=specs, out_specs=(P(), (P(), P())))
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, specs, strict=True)]
+        both = jax.jit(jax.value_and_grad(of_shards, (0, 1, 2, 3), has_aux=True))
+        cases.assert_ran("mosaic", both, *placed)
+        found, again = jax.tree.leaves(both(*placed)), jax.tree.leaves(both(*placed))
+    assert [np.asarray(a).tobytes() for a in found] == [np.asarray(a).tobytes() for a in again]
+    alone = jax.tree.leaves(jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True))(*map(jnp.asarray, arrays)))
+    for a, b, most in zip(found, alone, (1e-6, 1e-6, 1e-5, 0.01, 0.01, 0.01, 1e-4), strict=True):
+        assert np.linalg.norm(np.float64(a) - np.float64(b)) <= most * np.linalg.norm(np.float64(b))

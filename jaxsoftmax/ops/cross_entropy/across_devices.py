@@ -19,6 +19,7 @@ from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.primitive import bind
 from jaxsoftmax._core.sharding import Cut
 from jaxsoftmax.ops.cross_entropy import primitive, xla
+from jaxsoftmax.ops.cross_entropy.linear_gradient import LINEAR_CROSS_ENTROPY_GRADIENT
 from jaxsoftmax.ops.softmax.across_devices import is_zero, local_mask, merge_states, mesh_axes
 from jaxsoftmax.ops.softmax.xla import tangent_of_sum
 
@@ -57,6 +58,12 @@ def cross_entropy_gradient(runner, x, labels, t, scale=None, *, cuts, **params):
     (cut,) = cuts.values()
     operands = {"x": x, "labels": labels, "t": t, "scale": scale}
     return xla.composed(forward, backward, operands, classes=cut.size, **params)
+
+
+def linear_cross_entropy_gradient(runner, *, head, wrt, cuts, is_manual, knows_cuts, **operands):
+    """Computes losses of rows and gradients: implementations merge over the mesh axes that the head names."""
+    del cuts, is_manual, knows_cuts
+    return runner(LINEAR_CROSS_ENTROPY_GRADIENT, operands, head=head, wrt=wrt)
 
 
 def local_labels(labels, classes, cuts):
@@ -133,4 +140,5 @@ RULES = {
     primitive.CROSS_ENTROPY_JVP: cross_entropy_jvp,
     primitive.CROSS_ENTROPY_VJP: cross_entropy_vjp,
     primitive.CROSS_ENTROPY_GRADIENT: cross_entropy_gradient,
+    LINEAR_CROSS_ENTROPY_GRADIENT: linear_cross_entropy_gradient,
 }

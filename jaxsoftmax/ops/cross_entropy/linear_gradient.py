@@ -5,8 +5,10 @@
                                    sum(factors * losses) by the operands that `wrt` names
 
 It takes three products, as a loss with all logits in memory does: logits are computed once. A kernel may take four for a weight
-that is not aligned. Labels count the classes of this device, which has all of them. Examples of a batch may share the weight
-and the bias, and have gradients of their own.
+that is not aligned. Examples of a batch may share the weight and the bias, and have gradients of their own.
+
+If devices share the classes, labels count those of all devices. A collective merges the terms of rows between the products.
+The results of the devices add up, and so do the gradients of arrays that all devices have.
 """
 
 import functools
@@ -51,6 +53,7 @@ LINEAR_CROSS_ENTROPY_GRADIENT = define(
         types=_types,
         results=_results,
         on_shards=OnShards.NOTHING,
+        joined=("classes",),  # which no operand names: who calls says over which mesh axes devices share them
         knows_machine=True,
     )
 )

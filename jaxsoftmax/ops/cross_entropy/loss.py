@@ -117,11 +117,10 @@ class LossHead(Head):
         return self.of_terms([-log_p[:, 0], *terms], layer["weight"].shape[head.class_axis])
 
     def gradients_of_rows(self, layers, rows, factors, wanted):
-        """Computes what `gradients_of_parts` returns, by a primitive if no collective stands between the products."""
-        if self.axis_name:
-            return super().gradients_of_rows(layers, rows, factors, wanted)
+        """Computes what `gradients_of_parts` returns, by a primitive."""
         (layer,), (of_layer,) = layers, wanted.layers
         params = {"head": self, "wrt": (*of_layer, *wanted.rows), "implementation": forced_on_layer(self.implementation)}
+        params |= {"axis_name": self.axis_name} if self.axis_name else {}
         found = bind(LINEAR_CROSS_ENTROPY_GRADIENT, layer | rows | {"factors": factors}, **params)
         n_results = 2 + self.return_entropy
         gradients = dict(zip(params["wrt"], found[n_results:], strict=True))
@@ -137,7 +136,7 @@ class LossHead(Head):
         params |= {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
         more = {"gradient_dtype": dtype, "return_entropy": self.return_entropy or "scale" in wanted.rows}
         if self.axis_name:
-            operands |= {"scale": _column(scale), "cuts": self._cuts(classes)}
+            operands |= {"scale": _column(scale), "cuts": self.cuts(classes)}
             gradient, *terms = across_devices.cross_entropy_gradient(self._run, **operands, **params, **more)
         elif scale is not None or x.dtype != dtype or self.return_entropy:
             forward = functools.partial(self._run, CROSS_ENTROPY)
@@ -184,7 +183,8 @@ class LossHead(Head):
     def _run(self, operation: Operation, operands: dict[str, Any], **params: Any) -> list[jax.Array]:
         return bind(operation, operands, implementation=self.implementation, **params)
 
-    def _cuts(self, classes: int) -> dict[int, Cut]:
+    def cuts(self, classes: int) -> dict[int, Cut]:
+        """Describes how devices share the classes, of which each has this number."""
         return {1: Cut.of_part(self.axis_name, classes)}
 
 

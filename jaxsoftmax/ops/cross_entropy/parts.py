@@ -26,7 +26,13 @@ def product(a: jax.Array, b: jax.Array, axis_of_a: int, axis_of_b: int, dtype) -
 
 
 def by_parts(
-    function, most: int, bytes_of_row: Any, rows: dict[str, jax.Array], *, is_first_apart: bool = False
+    function,
+    most: int,
+    bytes_of_row: Any,
+    rows: dict[str, jax.Array],
+    *,
+    is_first_apart: bool = False,
+    is_differentiated: bool = True,
 ) -> tuple[Any, list[jax.Array]]:
     """Folds a function over parts of the rows.
 
@@ -37,9 +43,10 @@ def by_parts(
       most: bytes that the logits of a part take, approximately.
       bytes_of_row: bytes that those of a row take.
       rows: arrays whose first axis has the rows, by name.
-      is_first_apart: True to compute the first of three or more parts in front of the loop over the others, which saves the
-        zeros, and adding to them. On automatic axes of several devices that would add up the gradient of the weight over the
-        devices twice.
+      is_first_apart: True to compute the first of several parts in front of the loop over the others, which saves zeros, and
+        adding to them. On automatic axes of several devices that would add up the gradient of the weight over the devices
+        twice.
+      is_differentiated: False if nothing differentiates the results in reverse mode. Else the first of two parts is not apart.
 
     Returns:
       The sums, and the results of all rows. The last rows of parts may be `FILLS`, whose results are left out. Symbolic
@@ -61,8 +68,9 @@ def by_parts(
         return (sums, [lax.dynamic_update_index_in_dim(a, b, i, 1) for a, b in zip(results, new, strict=True)]), None
 
     in_parts = {name: interleaved(name, array) for name, array in rows.items()}
-    # A loop over one part is no loop to XLA, which then has the gradient of the weight in memory twice.
-    is_first_apart &= parts > 2
+    # A loop over one part is no loop to XLA, which then has the gradient of the weight in memory twice, unless it cannot count
+    # the steps. Zeros for two parts of 4096 rows, 4096 units and 128256 classes took 0.62 of 17.5 ms (H200, 86bf00c).
+    is_first_apart &= parts > 2 or not is_differentiated
     first = {name: array[:, 0] for name, array in in_parts.items()}
     sums, found = function(None, first) if is_first_apart else jax.eval_shape(function, None, first)
     results = [jax.ShapeDtypeStruct((rows_of_part, parts, *kind.shape[1:]), kind.dtype) for kind in found]
@@ -71,7 +79,12 @@ def by_parts(
     carry = jax.tree.unflatten(tree, sharding.vary_alike([next(iter(in_parts.values())), *zeros])[1:])
     if is_first_apart:
         carry = sums, [array.at[:, 0].set(each) for array, each in zip(carry, found, strict=True)]
-    (sums, results), _ = lax.scan(step, carry, jnp.arange(int(is_first_apart), parts))
+    start = int(is_first_apart)
+    if is_differentiated:
+        carry, _ = lax.scan(step, carry, jnp.arange(start, parts))
+    else:
+        carry = lax.fori_loop(start, lax.optimization_barrier(jnp.int32(parts)), lambda i, carry: step(carry, i)[0], carry)
+    sums, results = carry
     return sums, [array.reshape(parts * rows_of_part, *array.shape[2:])[:count] for array in results]
 
 

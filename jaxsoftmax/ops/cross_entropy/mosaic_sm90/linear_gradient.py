@@ -1,8 +1,8 @@
 """The losses of a linear layer together with their gradients on Hopper, by one product of a kernel, and two of XLA.
 
 The kernel makes the logits. In their place it stores the weights of scores, relative to the largest score of a row in each tile
-of classes. The results of rows come from logits that are not rounded. When the log-sum-exp of each row is known, another
-kernel turns weights into the gradient of the logits, in place.
+of classes. The results of rows come from logits that are not rounded. When the log-sum-exp of each row is known, which one
+collective merges if devices share the classes, another kernel turns weights into the gradient of the logits, in place.
 
 XLA's products of a weight whose sizes are not aligned are slow. Such a weight has four products for one block of classes after
 another instead, whose copies are aligned, as log-probabilities have them.
@@ -23,7 +23,7 @@ from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu.kernel import kernel_of
-from jaxsoftmax.ops.cross_entropy import linear_terms, parts, xla
+from jaxsoftmax.ops.cross_entropy import across_devices, linear_terms, parts, xla
 from jaxsoftmax.ops.cross_entropy.linear_gradient import LINEAR_CROSS_ENTROPY_GRADIENT
 from jaxsoftmax.ops.cross_entropy.mosaic_sm90 import linear_loss
 from jaxsoftmax.ops.cross_entropy.mosaic_sm90.linear_loss import TILE_CLASSES
@@ -72,13 +72,14 @@ def plan(problem: Problem, target: Target) -> LinearGradientPlan | Refusal:
 def _by_blocks(blocks, params, operands) -> tuple[list[jax.Array], dict[str, jax.Array]]:
     """Computes results, and gradients by name, by the kernels of log-probabilities, which compute logits twice."""
     head, wrt = params["head"], params["wrt"]
-    factors, of_log_probs = operands.pop("factors"), head.of_log_probs()
-    labels, scale, has_entropy = operands["labels"], operands.get("scale"), _needs_entropy(params)
-    m, d, chosen, *sums = linear_loss.terms_of_rows(of_log_probs, blocks, **operands, return_entropy=has_entropy)
-    terms = _terms(labels, _classes(head, operands), m, d, chosen, sums, scale)
+    factors, labels, of_log_probs = operands.pop("factors"), operands["labels"], head.of_log_probs()
+    operands["labels"] = own_labels = _own_labels(head, labels, classes := _classes(head, operands))
+    scale, has_entropy = operands.get("scale"), _needs_entropy(params)
+    of_rows = linear_loss.terms_of_rows(of_log_probs, blocks, **operands, return_entropy=has_entropy)
+    terms, m, d = _terms(head, labels, classes, of_rows, scale)
     numbers = xla.factors(factors, terms[1], 0, head.z_loss, 1)
     b = jnp.where((factors != 0) & (d == 0), jnp.nan, numbers["b"])  # of a row of no scores, whose loss is NaN
-    operands |= {"labels": labels[:, None], "m": m, "d": d, "a": numbers["a"], "b": b[:, None]}
+    operands |= {"labels": own_labels[:, None], "m": m, "d": d, "a": numbers["a"], "b": b[:, None]}
     gradient = functools.partial(linear_loss.gradient_of_logits, of_log_probs, blocks, False)
     own, of_layer = operands["hidden"].dtype.itemsize, tuple([name for name in wrt if name != "scale"])
     gradients = linear_terms.gradients_by_blocks(of_log_probs, of_layer, gradient, own, **operands)
@@ -101,10 +102,11 @@ def _with_weights(blocks, params, operands) -> tuple[list[jax.Array], dict[str, 
         count = len(own["hidden"])
         own = {name: parts.filled_up(name, each, linear_loss.rows_in_tiles(count)) for name, each in own.items()}
         hidden, labels, factors, scale = own["hidden"], own["labels"], own["factors"], own.get("scale")
-        weights, *of_tiles = weigh(hidden, weight, labels, bias, scale)
-        m, d, chosen, *exponents = linear_loss.merged(of_tiles, labels, classes, scale)
-        terms = _terms(labels, classes, m, d, chosen, exponents, scale)
-        g = turn(weights, labels, *_numbers(head, of_tiles[0], m, d, chosen, factors, scale, terms))
+        own_labels = _own_labels(head, labels, classes)
+        weights, *of_tiles = weigh(hidden, weight, own_labels, bias, scale)
+        of_rows = linear_loss.merged(of_tiles, own_labels, classes, scale)
+        terms, m, d = _terms(head, labels, classes, of_rows, scale)
+        g = turn(weights, own_labels, *_numbers(head, of_tiles[0], m, d, of_rows[2], factors, scale, terms))
         more, found = {}, []
         if "weight" in wrt:
             more["weight"] = product(*((hidden, g) if axis == 1 else (g, hidden)), 0, 0, of_weight)
@@ -118,7 +120,7 @@ def _with_weights(blocks, params, operands) -> tuple[list[jax.Array], dict[str, 
         return more if sums is None else jax.tree.map(jnp.add, sums, more), results
 
     most, bytes_of_row = parts.MOST_WITH_GRADIENT, classes * dtype.itemsize
-    sums, found = parts.by_parts(part, most, bytes_of_row, rows, is_first_apart=True)
+    sums, found = parts.by_parts(part, most, bytes_of_row, rows, is_first_apart=True, is_differentiated=False)
     names = [name for name in ("hidden", "scale") if name in wrt]
     n_results = len(found) - len(names)
     return found[:n_results], sums | dict(zip(names, found[n_results:], strict=True))
@@ -150,7 +152,7 @@ def _numbers(head, maxima, m, d, chosen, factors, scale, terms) -> list[jax.Arra
       maxima: the largest score of each row in each tile.
       m: that of each row.
       d: the other number of the state of each row.
-      chosen: the score of the label.
+      chosen: the score of the label, if this device has it.
       factors: factors of the losses.
       scale: scale of the scores, or None.
       terms: what `_terms` returns.
@@ -228,15 +230,35 @@ def _turn(weights, of_tiles, of_label, labels, slots, full):
     plgpu.wait_smem_to_gmem(0)
 
 
-def _terms(labels, classes, m, d, chosen, sums, scale) -> list[jax.Array]:
-    """Computes `nll`, `lse`, and the entropy if there is what it needs."""
-    chosen = jnp.where((labels >= 0) & (labels < classes), chosen, jnp.nan)
-    return xla.results_of(labels, m, d, chosen, *sums, dtype=m.dtype, scale=scale, return_entropy=bool(sums))
+def _own_labels(head, labels, classes) -> jax.Array:
+    """Returns the labels as this device counts its classes."""
+    return across_devices.local_labels(labels, classes, head.cuts(classes)) if head.axis_name else labels
+
+
+def _terms(head, labels, classes, of_rows, scale) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+    """Computes `nll`, `lse`, and the entropy if there is what it needs, and the state of rows of all devices.
+
+    Args:
+      head: the loss.
+      labels: labels that count the classes of all devices.
+      classes: number of classes of this device.
+      of_rows: what `linear_loss.merged` returns.
+      scale: scale of the scores, or None.
+    """
+    m, d, chosen, *sums = of_rows
+    options = {"dtype": m.dtype, "scale": scale, "return_entropy": bool(sums)}
+    if head.axis_name:
+        *terms, m, d = across_devices.merge_terms(of_rows, labels, cuts=head.cuts(classes), return_state=True, **options)
+    else:
+        chosen = jnp.where((labels >= 0) & (labels < classes), chosen, jnp.nan)
+        terms = xla.results_of(labels, m, d, chosen, *sums, **options)
+    return terms, m, d
 
 
 def _by_scale(params, factors, scale, terms) -> dict[str, jax.Array]:
     """Computes the derivative by the scale, if it is asked for."""
-    return {"scale": params["head"].by_scale(factors, scale, terms, 1)} if "scale" in params["wrt"] else {}
+    head = params["head"]
+    return {"scale": head.share(head.by_scale(factors, scale, terms, 1))} if "scale" in params["wrt"] else {}
 
 
 def _needs_entropy(params) -> bool:
