@@ -175,7 +175,7 @@ def linear_cross_entropy(
 
     On NVIDIA Hopper GPUs kernels multiply for integer labels and `hidden` of 16 bits, without `label_smoothing`. On several
     devices they run inside a `shard_map` over all mesh axes, or if all mesh axes are explicit. For gradients of a "mean" or
-    "sum" XLA multiplies where devices share the classes, and for the examples of a `vmap`.
+    "sum" of the examples of a `vmap` XLA multiplies.
 
     - With `reduction="none"`, in float16, and without gradients no logits are in memory. The kernel needs 12 bytes for each
       row and 256 classes instead. It copies a weight of another dtype, in pieces of 256 MiB. It also copies a weight whose `H`

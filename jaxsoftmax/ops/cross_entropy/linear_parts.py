@@ -76,13 +76,10 @@ def gradients_of_parts(
         for at, (names, h, g) in enumerate(zip(wanted.layers, hidden, gradients, strict=True)):
             if g is None:
                 continue
-            weight, axis, g = layers[at]["weight"], head.class_axes[at], g.astype(h.dtype)
-            if "weight" in names:
-                more[at, "weight"] = product(*((h, g) if axis == 1 else (g, h)), 0, 0, weight.dtype)
-            if "bias" in names:
-                more[at, "bias"] = jnp.sum(g, 0, dtype=c.dtype)
-            if "hidden" in names:
-                of_hidden[at] = product(g, weight.astype(h.dtype), 1, axis, h.dtype)
+            weight = layers[at]["weight"]
+            of_layer = gradients_of_layer(names, g.astype(h.dtype), h, weight, head.class_axes[at], weight.dtype)
+            of_hidden |= {at: of_layer.pop("hidden")} if "hidden" in names else {}
+            more |= {(at, name): each for name, each in of_layer.items()}
         sums = more if sums is None else {name: sums[name] + each for name, each in more.items()}
         return sums, [*results, *(of_hidden[at] for at in with_hidden), *(found[name] for name in wanted.rows)]
 
@@ -95,6 +92,18 @@ def gradients_of_parts(
     for (at, name), total in sums.items():
         by_layers[at][name] = total
     return results, by_layers, by_rows
+
+
+def gradients_of_layer(names: Sequence[str], g, hidden, weight, class_axis: int, dtype) -> Layer:
+    """Computes what `names` ask for from the gradient of the logits, `[rows, classes]`; that of the weight has this dtype."""
+    found = {}
+    if "weight" in names:
+        found["weight"] = product(*((hidden, g) if class_axis == 1 else (g, hidden)), 0, 0, dtype)
+    if "bias" in names:
+        found["bias"] = jnp.sum(g, 0, dtype=accumulator(hidden.dtype))
+    if "hidden" in names:
+        found["hidden"] = product(g, weight.astype(hidden.dtype), 1, class_axis, hidden.dtype)
+    return found
 
 
 def _hidden(layers: Sequence[Layer]) -> dict[str, jax.Array]:

@@ -119,11 +119,11 @@ class LossHead(Head):
     def gradients_of_rows(self, layers, rows, factors, wanted):
         """Computes what `gradients_of_parts` returns, by a primitive."""
         (layer,), (of_layer,) = layers, wanted.layers
-        params = {"head": self, "wrt": (*of_layer, *wanted.rows), "implementation": forced_on_layer(self.implementation)}
-        params |= {"axis_name": self.axis_name} if self.axis_name else {}
-        found = bind(LINEAR_CROSS_ENTROPY_GRADIENT, layer | rows | {"factors": factors}, **params)
-        n_results = 2 + self.return_entropy
-        gradients = dict(zip(params["wrt"], found[n_results:], strict=True))
+        wrt, n_results = (*of_layer, *wanted.rows), 2 + self.return_entropy
+        params = {"head": self, "wrt": wrt, "implementation": forced_on_layer(self.implementation)}
+        merging = {"axis_name": self.axis_name} if self.axis_name else {}
+        found = bind(LINEAR_CROSS_ENTROPY_GRADIENT, layer | rows | {"factors": factors}, **params, **merging)
+        gradients = dict(zip(wrt, found[n_results:], strict=True))
         by_layer, by_rows = ({name: gradients[name] for name in names} for names in (of_layer, wanted.rows))
         return found[:n_results], [by_layer], by_rows
 

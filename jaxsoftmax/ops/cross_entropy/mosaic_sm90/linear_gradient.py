@@ -25,9 +25,9 @@ from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu.kernel import kernel_of
 from jaxsoftmax.ops.cross_entropy import across_devices, linear_terms, parts, xla
 from jaxsoftmax.ops.cross_entropy.linear_gradient import LINEAR_CROSS_ENTROPY_GRADIENT
+from jaxsoftmax.ops.cross_entropy.linear_parts import gradients_of_layer
 from jaxsoftmax.ops.cross_entropy.mosaic_sm90 import linear_loss
 from jaxsoftmax.ops.cross_entropy.mosaic_sm90.linear_loss import TILE_CLASSES
-from jaxsoftmax.ops.cross_entropy.parts import product
 
 _ROWS = 64  # rows of a tile of weights in the second kernel
 _COLUMNS = 64  # columns that registers hold at a time
@@ -107,16 +107,10 @@ def _with_weights(blocks, params, operands) -> tuple[list[jax.Array], dict[str, 
         of_rows = linear_loss.merged(of_tiles, own_labels, classes, scale)
         terms, m, d = _terms(head, labels, classes, of_rows, scale)
         g = turn(weights, own_labels, *_numbers(head, of_tiles[0], m, d, of_rows[2], factors, scale, terms))
-        more, found = {}, []
-        if "weight" in wrt:
-            more["weight"] = product(*((hidden, g) if axis == 1 else (g, hidden)), 0, 0, of_weight)
-        if "bias" in wrt:
-            more["bias"] = jnp.sum(g, 0, dtype=factors.dtype)
-        if "hidden" in wrt:
-            found.append(product(g, weight, 1, axis, dtype))
-        found += list(_by_scale(params, factors, scale, terms).values())
-        results = head.of_terms(terms, 1)[: 2 + head.return_entropy]
-        results = [each[:count] for each in (*results, *found)]
+        more = gradients_of_layer(wrt, g, hidden, weight, axis, of_weight)
+        of_rows = [more.pop("hidden")] if "hidden" in wrt else []
+        of_rows += _by_scale(params, factors, scale, terms).values()
+        results = [each[:count] for each in (*head.of_terms(terms, 1)[: 2 + head.return_entropy], *of_rows)]
         return more if sums is None else jax.tree.map(jnp.add, sums, more), results
 
     most, bytes_of_row = parts.MOST_WITH_GRADIENT, classes * dtype.itemsize
