@@ -113,6 +113,9 @@ def test_one_hot_probabilities_are_classes(reduction):
         ({"reduction": "none"}, 4),
         ({"labels": "probabilities"}, 3),
         ({"labels": "probabilities", "reduction": "none"}, 4),
+        ({"labels": "probabilities", "reduction": "none", "all": True, "return_lse": True, "return_entropy": True}, 4),
+        ({"labels": "probabilities", "all": True, "return_lse": True}, 6),
+        ({"all": True, "return_lse": True}, 7),
         ({"frozen": True}, 2),
         ({"reduction": "none", "frozen": True}, 3),
     ],
@@ -120,14 +123,15 @@ def test_one_hot_probabilities_are_classes(reduction):
 )
 def test_products_of_each_form(form, products):
     arrays, options = given(rows=(40,), dtype=np.float32), dict(form)
-    is_frozen = options.pop("frozen", False)
+    is_frozen, has_all = options.pop("frozen", False), options.pop("all", False)
     if options.pop("labels", None):
         arrays["labels"] = np.ones((40, CLASSES), np.float32)
     names = ["hidden"] if is_frozen else ["hidden", "weight"]
 
     def loss(wrt):
         results = by_parts(arrays | wrt, **options)
-        return jnp.sum(results[0] if isinstance(results, tuple) else results), results
+        of_loss = jax.tree.leaves(results) if has_all else jax.tree.leaves(results)[:1]
+        return sum(jnp.sum(jnp.sin(each)) for each in of_loss), results
 
     text = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower({name: arrays[name] for name in names}).as_text("hlo")
     assert len(re.findall(r" dot\(", text)) == products

@@ -105,18 +105,83 @@ def test_divergences_and_derivatives_are_those_of_whole_logits(kind, reduction, 
     oracle.assert_same_in_float64(*(with_derivatives(f, arrays, **options) for f in (by_parts, whole)))
 
 
+def moved(f):
+    return lambda wrt: jax.jvp(f, (wrt,), (jax.tree.map(jnp.cos, wrt),))[1]
+
+
+def total(f):
+    """A function that is not linear in the results."""
+    return lambda wrt: sum(jnp.sum(jnp.sin(each)) for each in jax.tree.leaves(f(wrt)))
+
+
+def in_a_scan(f):
+    """Steps share the layers."""
+
+    def call(wrt):
+        states = jnp.stack([wrt["hidden"], 2 * wrt["hidden"]])
+        return jax.lax.scan(lambda _, hidden: (None, f(wrt | {"hidden": hidden})), None, states)[1]
+
+    return call
+
+
+def of_many_tangents(f):
+    """Examples share the layers, but not their tangents."""
+
+    def call(wrt):
+        factors = {name: 1 + jnp.arange(3.0) * at for at, name in enumerate(wrt)}
+
+        def examples(factors):
+            tangents = {name: factors[name] * jnp.cos(each) for name, each in wrt.items()}
+            return jax.jvp(f, (wrt,), (tangents,))[1]
+
+        return jax.grad(lambda factors: jnp.sum(jnp.sin(jax.vmap(examples)(factors))))(factors)
+
+    return call
+
+
+def transposed(f):
+    """Transposes what reverse mode returns: the tangents, from another program."""
+
+    def call(wrt):
+        results, pull = jax.vjp(f, wrt)
+        return jax.linear_transpose(lambda c: pull(c)[0], results)(jax.tree.map(jnp.cos, wrt))
+
+    return call
+
+
+DERIVED = {
+    "tangents of gradients": lambda f: moved(jax.grad(total(f))),
+    "gradients of gradients": lambda f: jax.grad(total(jax.grad(total(f)))),
+    "gradients of tangents": lambda f: jax.grad(total(moved(f))),
+    "tangents of tangents": lambda f: moved(moved(f)),
+    "third derivatives": lambda f: jax.grad(total(moved(jax.grad(total(f))))),
+    "tangents of gradients in a scan": lambda f: moved(jax.grad(total(in_a_scan(f)))),
+    "tangents of a linear function": lambda f: lambda wrt: moved(jax.linearize(f, wrt)[1])(wrt),
+    "transposed": transposed,
+    "gradients of many tangents": of_many_tangents,
+    "checkpointed": lambda f: jax.grad(total(jax.checkpoint(f))),
+}
+
+
 @X64
-@pytest.mark.parametrize("kind", cases.quick("forward_kl", slow=["js"]))
+@pytest.mark.parametrize(
+    ("derived", "kind", "reduction"),
+    [
+        pytest.param(name, kind, reduction, marks=cases.slow_unless(kind == "forward_kl" and (reduction == "none" or i == 0)))
+        for i, name in enumerate(DERIVED)
+        for kind in ("forward_kl", "js")
+        for reduction in ("mean", "none")
+    ],
+)
 @pytest.mark.usefixtures("in_parts")
-def test_second_derivatives(kind):
-    arrays = {name: given()[name] for name in OPERANDS}
+def test_derivatives_of_any_order_in_both_modes(derived, kind, reduction):
+    arrays = {name: given()[name] for name in (*OPERANDS, "temperature")}
+    wrt = {name: arrays[name] for name in ("hidden", "teacher_weight", "temperature")}
 
-    def second(f):
-        gradient = jax.grad(lambda wrt: jnp.sin(f(arrays | wrt, kind=kind)))
-        wrt = {name: arrays[name] for name in ("hidden", "teacher_weight")}
-        return jax.jit(lambda wrt: jax.jvp(gradient, (wrt,), (jax.tree.map(jnp.cos, wrt),))[1])(wrt)
+    def derivatives(f):
+        return jax.jit(DERIVED[derived](lambda wrt: f(arrays | wrt, kind=kind, reduction=reduction)))(wrt)
 
-    oracle.assert_same_in_float64(second(by_parts), second(whole))
+    oracle.assert_same_in_float64(derivatives(by_parts), derivatives(whole))
 
 
 @X64
@@ -157,15 +222,34 @@ def test_axes_of_classes_may_differ():
     oracle.assert_same_in_float64(by_parts(turned, teacher_class_axis=0), expected)
 
 
-@pytest.mark.parametrize(("reduction", "products"), [("mean", 4), ("none", 6)])
-def test_a_teacher_that_is_not_differentiated_costs_one_product(reduction, products):
-    arrays = given(rows=(40,), dtype=np.float32)
+STUDENT = ("hidden", "weight")
 
-    def loss(hidden, weight):
-        return jnp.sum(by_parts(arrays | {"hidden": hidden, "weight": weight}, reduction=reduction))
 
-    text = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(arrays["hidden"], arrays["weight"]).as_text("hlo")
-    assert len(re.findall(r" dot\(", text)) == products
+@pytest.mark.parametrize("rows", [40, 1024], ids=["one part", "parts"])
+@pytest.mark.parametrize(
+    ("reduction", "dtype", "wrt", "products"),
+    [
+        ("mean", "float32", STUDENT, 4),
+        ("none", "float32", STUDENT, 6),
+        ("none", "float32", ("hidden",), 5),
+        ("none", "float32", OPERANDS, 8),
+        ("none", "bfloat16", STUDENT, 6),
+        ("mean", "float16", STUDENT, 6),
+    ],
+)
+@pytest.mark.usefixtures("in_parts")
+def test_products_of_each_form(reduction, dtype, wrt, products, rows):
+    """A frozen teacher costs one product. The products for gradients have 16 bits."""
+    arrays = {name: array for name, array in given((rows,), dtype=dtype).items() if name in OPERANDS}
+
+    def loss(wrt):
+        return jnp.sum(jnp.sin(by_parts(arrays | wrt, reduction=reduction)))
+
+    text = jax.jit(jax.value_and_grad(loss)).lower({name: arrays[name] for name in wrt}).as_text("hlo")
+    found = re.findall(r"= (\w+)\[[\d,]*\]\S* dot\(", text)
+    of_gradients = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[dtype]
+    assert len(found) == products
+    assert found.count(of_gradients) == (products if dtype == "float32" else len(wrt))
 
 
 @pytest.mark.parametrize("kind", cases.quick("forward_kl", slow=["reverse_kl", "js", "tv"]))
@@ -231,16 +315,27 @@ def test_sharded_rows_and_classes(axes, kind, reduction):
     oracle.assert_same_in_float64(actual, with_derivatives(whole, arrays, **options))
 
 
+IN_A_SHARD_MAP = {("forward_kl", "mean"), ("forward_kl", "none"), ("tv", "mean")}
+
+
 @X64
-@pytest.mark.parametrize("kind", cases.quick("forward_kl", "tv", slow=["reverse_kl", "js"]))
+@pytest.mark.parametrize(
+    ("kind", "reduction"),
+    [
+        pytest.param(kind, reduction, marks=cases.slow_unless((kind, reduction) in IN_A_SHARD_MAP))
+        for kind in KINDS
+        for reduction in ("mean", "none")
+    ],
+)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.usefixtures("in_parts")
-def test_classes_that_devices_share_in_a_shard_map(kind, check_vma):
+def test_classes_that_devices_share_in_a_shard_map(kind, reduction, check_vma):
     mesh, arrays = make_mesh(AxisType.Auto, (4,), ("model",)), {name: given()[name] for name in OPERANDS}
     specs = {"hidden": P(), "teacher_hidden": P(), "weight": P(None, "model"), "teacher_weight": P(None, "model")}
-    local = functools.partial(by_parts, kind=kind, axis_name="model")
+    options = {"kind": kind, "reduction": reduction}
+    local = functools.partial(by_parts, axis_name="model", **options)
     f = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=check_vma)
-    oracle.assert_same_in_float64(with_derivatives(f, arrays), with_derivatives(whole, arrays, kind=kind))
+    oracle.assert_same_in_float64(with_derivatives(f, arrays), with_derivatives(whole, arrays, **options))
 
 
 @X64
@@ -263,15 +358,60 @@ def test_second_derivatives_of_classes_that_devices_share(kind, check_vma):
 
 
 @X64
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(
+    "mapped",
+    cases.quick(("hidden", "teacher_hidden"), ("hidden", "weight"), slow=[("temperature",), ("teacher_weight",)]),
+    ids=str,
+)
 @pytest.mark.usefixtures("in_parts")
-def test_examples_of_a_batch():
-    arrays = {name: given()[name] for name in OPERANDS}
-    axes = ({"hidden": 0, "weight": None, "teacher_hidden": 0, "teacher_weight": None},)
+def test_examples_of_a_batch(mapped, reduction):
+    """Each has its own gradients, and arrays that they share have the sum of them."""
+    names = (*OPERANDS, "temperature", "bias")
+    arrays = {name: np.stack([given()[name], given()[name] / 2]) if name in mapped else given()[name] for name in names}
+    axes = ({name: 0 if name in mapped else None for name in names},)
 
-    def both(f):
-        return jax.jit(jax.vmap(jax.value_and_grad(f), axes))(arrays)
+    def derivatives(f):
+        def of_one(arrays):
+            return jnp.sum(jnp.sin(f(arrays, reduction=reduction)))
 
-    oracle.assert_same_in_float64(both(by_parts), both(whole))
+        def together(arrays):
+            return jnp.sum(jnp.sin(jax.vmap(of_one, axes)(arrays)))
+
+        own = jax.jit(jax.vmap(jax.value_and_grad(of_one), axes))(arrays)
+        return own, jax.jit(jax.grad(together))(arrays), jax.jit(moved(together))(arrays)
+
+    oracle.assert_same_in_float64(derivatives(by_parts), derivatives(whole))
+
+
+def of_examples(arrays):
+    mapped = jax.vmap(
+        functools.partial(by_parts, reduction="none"), ({name: 0 if "hidden" in name else None for name in arrays},)
+    )
+    return jnp.sum(jnp.sin(mapped(arrays)))
+
+
+@pytest.mark.usefixtures("in_parts")
+def test_examples_that_share_the_layers_have_one_gradient_of_them():
+    arrays = {name: given((5, 300), dtype=np.float32)[name] for name in OPERANDS}
+    text = jax.jit(jax.grad(of_examples)).lower(arrays).as_text("hlo")
+    assert f"[16,{CLASSES}]" in text
+    assert f"[5,16,{CLASSES}]" not in text
+
+
+@X64
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("spec", cases.quick(P("data"), P(None, "data"), slow=[P(("data", "model"))]), ids=str)
+@pytest.mark.usefixtures("in_parts")
+def test_examples_and_rows_that_devices_share_are_not_gathered(spec, axes):
+    arrays, mesh = {name: given((8, 512))[name] for name in OPERANDS}, make_mesh(axes)
+    with jax.set_mesh(mesh):
+        places = {name: NamedSharding(mesh, spec if "hidden" in name else P()) for name in OPERANDS}
+        sharded = {name: jax.device_put(array, places[name]) for name, array in arrays.items()}
+        compiled = jax.jit(jax.grad(of_examples)).lower(sharded).compile()
+        actual = compiled(sharded)
+    assert {name for _, name in COLLECTIVE.findall(compiled.as_text())} == {"all-reduce"}
+    oracle.assert_same_in_float64(actual, jax.grad(lambda arrays: jnp.sum(jnp.sin(whole(arrays, reduction="none"))))(arrays))
 
 
 @X64
@@ -291,6 +431,44 @@ def test_logits_are_never_whole():
     types = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     compiled = jax.jit(jax.grad(lambda wrt: by_parts(wrt))).lower(types).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * parts.MOST_WITH_GRADIENT < rows * classes * 4
+
+
+@pytest.mark.parametrize("dtype", cases.quick("bfloat16", slow=["float32"]))
+@pytest.mark.parametrize("wrt", cases.quick(STUDENT, slow=[OPERANDS]), ids=str)
+def test_divergences_of_rows_take_the_memory_of_their_mean(wrt, dtype, monkeypatch):
+    monkeypatch.setattr(parts, "MOST_WITH_GRADIENT", 2**20)
+    shapes = {"hidden": (1024, 1024), "weight": (1024, 2048), "teacher_hidden": (1024, 512), "teacher_weight": (512, 2048)}
+    types = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
+
+    def gradients(reduction, arrays):
+        def loss(wrt):
+            return jnp.sum(jnp.sin(by_parts(arrays | wrt, reduction=reduction)))
+
+        return jax.grad(loss)({name: arrays[name] for name in wrt})
+
+    of_rows, of_mean = (
+        jax.jit(functools.partial(gradients, reduction)).lower(types).compile().memory_analysis().temp_size_in_bytes
+        for reduction in ("none", "mean")
+    )
+    assert of_rows <= of_mean
+
+
+def test_a_loss_scale_keeps_gradients_in_float16():
+    """The gradient of logits is computed with the cotangent: without it most of its entries would be 0."""
+    arrays = {name: array for name, array in given((1000,), 2000, np.float16).items() if name in OPERANDS}
+
+    def gradient(f, arrays):
+        def scaled(wrt):
+            return 2.0**15 * f(arrays | wrt)
+
+        return jax.jit(jax.grad(scaled))({name: arrays[name] for name in STUDENT})
+
+    found = gradient(by_parts, arrays)
+    with jax.enable_x64(True):
+        wide = {name: np.asarray(array, np.float64) for name, array in arrays.items()}
+        expected = jax.tree.map(np.asarray, gradient(whole, wide))
+    for name in STUDENT:
+        assert np.linalg.norm(np.float64(found[name]) - expected[name]) <= 2**-9 * np.linalg.norm(expected[name])
 
 
 def test_kernels_read_the_logits():

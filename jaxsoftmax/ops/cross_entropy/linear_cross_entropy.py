@@ -161,7 +161,7 @@ def linear_cross_entropy(
     | "mean" or "sum", integer or floating labels | 3 | 512 MiB | rounded for each part, in the dtype of `weight` |
     | the same, `return_lse` or `return_entropy` differentiated | 7, 6 for floating labels | 512 MiB | as above, twice |
     | "none", or any reduction of float16 `hidden`; integer labels | 4 | 384 to 768 MiB, with gradients | rounded once |
-    | the same, floating labels | 4 | 512 MiB, the weight's gradient twice more | rounded for each part |
+    | the same, floating labels | 4 | 512 MiB | rounded for each part |
 
     With `reduction` "mean" or "sum" the gradients are computed together with the losses, for a part of the rows at a time, and
     replace the logits in memory; with float32 logits they stand beside them. If rows are weighted by what is known before the

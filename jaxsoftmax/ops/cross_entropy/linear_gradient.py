@@ -70,7 +70,7 @@ def reference(*, head, wrt, factors, machine=ONE_DEVICE, **operands: Any) -> lis
         rows = {name: operands[name] for name in ("labels", "scale") if name in operands}
         layer = {name: operand for name, operand in operands.items() if name not in rows}
         wanted = Wanted((tuple([name for name in wrt if name in layer]),), tuple([name for name in wrt if name in rows]))
-        results, (by_layer,), by_rows = gradients_of_parts(head, (layer,), rows, factors, wanted, **options)
+        results, (by_layer,), by_rows = gradients_of_parts(head, (layer,), rows, [factors], wanted, **options)
         gradients = by_layer | by_rows
         return [*results, *(gradients[name].astype(operands[name].dtype) for name in wrt)]
 

@@ -1,27 +1,33 @@
 """Results of rows of linear layers, and gradients together with them, from the logits of a part of the rows at a time.
 
 The gradient of a part's logits takes their place in memory. The gradient of the weight accumulates over the parts in place: on
-GPUs XLA makes the addition a part of the product, without another array.
+GPUs XLA makes the addition a part of the product, without another array. Reverse mode of the results of rows computes gradients
+in the same way, from the cotangents: see `_pullback`.
 
 If devices share the classes (`head.axis_name`), each computes the logits of its own classes, and one collective merges the
 terms of rows of a part. The results that devices return add up. The gradients of arrays that all devices have add up too, which
 JAX does once, behind the last part.
 """
 
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxsoftmax._core import sharding
 from jaxsoftmax._core.dtypes import accumulator
+from jaxsoftmax._core.pullback import with_pullback
 from jaxsoftmax.ops.cross_entropy import parts
-from jaxsoftmax.ops.cross_entropy.parts import by_parts, product
+from jaxsoftmax.ops.cross_entropy.parts import by_parts, product, summed_to
 
 if TYPE_CHECKING:
     from jaxsoftmax.ops.cross_entropy.loss import Head
 
+Factors = Sequence[jax.Array | None]
 Layer = dict[str, jax.Array]  # `hidden` `[rows, H]`, `weight` with the classes along one axis, and `bias` `[classes]` or none
 
 
@@ -41,25 +47,90 @@ def results_of_parts(head: "Head", layers: Sequence[Layer], rows: dict[str, jax.
       layers: one layer, or several whose logits have the same shape.
       rows: what else the head takes of rows, by name.
     """
+    operands = {f"{name} {at}": array for at, layer in enumerate(layers) for name, array in layer.items()} | rows
+    function = functools.partial(_results, head=head, most=_most(layers))
+    return with_pullback(functools.partial(_pullback, head), function, operands)
+
+
+@functools.partial(jax.jit, static_argnames=("head", "most"))
+def _results(operands, *, head: "Head", most: int) -> list[jax.Array]:
+    """Computes the results of rows. JAX differentiates this for tangents, and their derivatives."""
+    layers, rows = _split(head, operands)
 
     def part(sums, own):
         hidden = [own.pop(name) for name in _hidden(layers)]
         return sums, head.results(_logits(head, layers, hidden), own)
 
-    # In reverse mode each part adds to the gradient of the weight, too.
-    return by_parts(jax.checkpoint(part), _most(layers), _bytes_of_row(head, layers), _hidden(layers) | rows)[1]
+    return by_parts(jax.checkpoint(part), most, _bytes_of_row(head, layers), _hidden(layers) | rows)[1]
+
+
+def _split(head: "Head", named: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Returns what belongs to each layer, whose names end in its number, and what belongs to rows."""
+    ends = [f" {at}" for at in range(len(head.class_axes))]
+    layers = [{name.removesuffix(end): each for name, each in named.items() if name.endswith(end)} for end in ends]
+    return layers, {name: each for name, each in named.items() if not name.endswith(tuple(ends))}
+
+
+def _pullback(head: "Head", operands, cotangents, types) -> dict[str, jax.Array]:
+    """Computes the cotangents of operands from those of the results, by the products that a sum of losses takes.
+
+    JAX's transpose would multiply the gradient of logits as it is. If logits are float32, XLA would make whole copies of the
+    weights and of their gradients in float32, and multiply those, at half the speed of 16 bits or less.
+
+    If the examples of a batch share the layers, a part has rows of all of them, and the product for the gradient of the weight
+    adds up over them: the gradient of an example would be as large as the weight. The exception is a batch that explicit mesh
+    axes may shard, since the zeros that `by_parts` starts with are whole on every device.
+    """
+    some = next(c for c in cotangents if c is not None)
+    n = some.ndim - 1
+    of_classes = [each[name] for each in (operands, types) for name in each if _is_of_classes(name)]
+    are_shared = all(math.prod(array.shape[:n]) == 1 for array in of_classes)
+    if n == 0 or (are_shared and not sharding.has_explicit_axes(jax.typeof(some))):
+        found = _pullback_of_rows(head, operands, cotangents, types, some.shape[:n])
+    else:
+        axes = {name: None if array.shape[0] == 1 else 0 for name, array in operands.items()}
+        operands = {name: array[0] if axes[name] is None else array for name, array in operands.items()}
+        of_one = {name: jax.ShapeDtypeStruct(kind.shape[1:], kind.dtype) for name, kind in types.items()}
+        found = jax.vmap(functools.partial(_pullback, head, types=of_one), (axes, 0))(operands, cotangents)
+    return {name: summed_to(found[name], kind.shape).astype(kind.dtype) for name, kind in types.items()}
+
+
+def _pullback_of_rows(head: "Head", operands, cotangents, types, batch: tuple[int, ...]) -> dict[str, jax.Array]:
+    """Computes the cotangents of operands for the rows of a batch whose examples share the layers."""
+    n = len(batch)
+
+    def behind_rows(name, array):
+        if _is_of_classes(name):
+            return array.reshape(array.shape[n:])
+        return jnp.moveaxis(jnp.broadcast_to(array, (*batch, *array.shape[n:])), n, 0)
+
+    def in_front(name, array):
+        return array.reshape((1,) * n + array.shape) if _is_of_classes(name) else jnp.moveaxis(array, 0, n)
+
+    layers, rows = _split(head, {name: behind_rows(name, array) for name, array in operands.items()})
+    of_layers, of_rows = _split(head, types)
+    factors = [None if c is None else jnp.moveaxis(c, n, 0) for c in cotangents]
+    _, by_layers, found = gradients_of_parts(head, layers, rows, factors, Wanted(tuple(map(tuple, of_layers)), tuple(of_rows)))
+    found |= {f"{name} {at}": array for at, layer in enumerate(by_layers) for name, array in layer.items()}
+    return {name: in_front(name, array) for name, array in found.items()}
+
+
+def _is_of_classes(name: str) -> bool:
+    return name.startswith(("weight ", "bias "))
 
 
 def gradients_of_parts(
-    head: "Head", layers: Sequence[Layer], rows: dict[str, jax.Array], factors: jax.Array, wanted: Wanted, **options: bool
+    head: "Head", layers: Sequence[Layer], rows: dict[str, jax.Array], factors: Factors, wanted: Wanted, **options: bool
 ) -> tuple[list[jax.Array], list[Layer], dict[str, jax.Array]]:
-    """Computes the results, and the derivatives of `sum(factors * losses)` by the operands that are wanted.
+    """Computes the results, and derivatives of `sum(factor * result)`, over rows and results, by the operands that are wanted.
+
+    Arrays of rows may have axes behind the first, of examples that share the layers.
 
     Args:
       head: the loss behind the layers.
       layers: as in `results_of_parts`.
       rows: what else the head takes of rows, by name.
-      factors: `[rows]`.
+      factors: for each of the results, of which the last may be left out, `[rows]`, or None for 0.
       wanted: the operands that derivatives are wanted of.
       **options: those of `by_parts`.
 
@@ -69,9 +140,13 @@ def gradients_of_parts(
     with_hidden = [at for at, names in enumerate(wanted.layers) if "hidden" in names]
 
     def part(sums, own):
-        hidden, c = [own.pop(name) for name in _hidden(layers)], own.pop("factors")
-        logits = _logits(head, layers, hidden)
-        results, gradients, found = head.with_gradients(logits, own, c, wanted, hidden[0].dtype)
+        hidden = [own.pop(name) for name in _hidden(layers)]
+        of_results = [own.pop(f"factors {at}", None) for at in range(len(factors))]
+        along = tuple(range(hidden[0].ndim - 1))  # the rows, and the axes of examples
+        with_gradients = functools.partial(head.with_gradients, wanted=wanted, dtype=hidden[0].dtype)
+        for _ in along[1:]:
+            with_gradients = jax.vmap(with_gradients, 1, 1)
+        results, gradients, found = with_gradients(_logits(head, layers, hidden), own, of_results)
         more, of_hidden = {}, {}
         for at, (names, h, g) in enumerate(zip(wanted.layers, hidden, gradients, strict=True)):
             if g is None:
@@ -83,8 +158,9 @@ def gradients_of_parts(
         sums = more if sums is None else {name: sums[name] + each for name, each in more.items()}
         return sums, [*results, *(of_hidden[at] for at in with_hidden), *(found[name] for name in wanted.rows)]
 
-    of_all = _hidden(layers) | rows | {"factors": factors}
-    sums, results = by_parts(jax.checkpoint(part), _most(layers), _bytes_of_row(head, layers, wanted.layers), of_all, **options)
+    of_all = _hidden(layers) | rows | {f"factors {at}": each for at, each in enumerate(factors) if each is not None}
+    bytes_of_row = _bytes_of_row(head, layers, wanted.layers) * math.prod(layers[0]["hidden"].shape[1:-1])
+    sums, results = by_parts(jax.checkpoint(part), _most(layers), bytes_of_row, of_all, **options)
     by_rows = {name: results.pop() for name in reversed(wanted.rows)}
     by_layers: list[Layer] = [{} for _ in layers]
     for at in reversed(with_hidden):
@@ -95,14 +171,14 @@ def gradients_of_parts(
 
 
 def gradients_of_layer(names: Sequence[str], g, hidden, weight, class_axis: int, dtype) -> Layer:
-    """Computes what `names` ask for from the gradient of the logits, `[rows, classes]`; that of the weight has this dtype."""
-    found = {}
+    """Computes what `names` ask for from the gradient of the logits, `[*rows, classes]`; that of the weight has this dtype."""
+    along, found = tuple(range(g.ndim - 1)), {}
     if "weight" in names:
-        found["weight"] = product(*((hidden, g) if class_axis == 1 else (g, hidden)), 0, 0, dtype)
+        found["weight"] = product(*((hidden, g) if class_axis == 1 else (g, hidden)), along, along, dtype)
     if "bias" in names:
-        found["bias"] = jnp.sum(g, 0, dtype=accumulator(hidden.dtype))
+        found["bias"] = jnp.sum(g, along, dtype=accumulator(hidden.dtype))
     if "hidden" in names:
-        found["hidden"] = product(g, weight.astype(hidden.dtype), 1, class_axis, hidden.dtype)
+        found["hidden"] = product(g, weight.astype(hidden.dtype), g.ndim - 1, class_axis, hidden.dtype)
     return found
 
 
@@ -117,8 +193,8 @@ def _logits(head: "Head", layers, hidden) -> list[jax.Array]:
     for layer, h, axis in zip(layers, hidden, head.class_axes, strict=True):
         bias, dtype = layer.get("bias"), jnp.dtype(head.logits_dtype or h.dtype)
         wide = dtype if bias is None else accumulator(h.dtype)
-        x = product(h, layer["weight"].astype(h.dtype), 1, 1 - axis, wide)
-        found.append(x if bias is None else (x + bias.astype(wide)[None]).astype(dtype))
+        x = product(h, layer["weight"].astype(h.dtype), h.ndim - 1, 1 - axis, wide)
+        found.append(x if bias is None else (x + jnp.expand_dims(bias.astype(wide), range(h.ndim - 1))).astype(dtype))
     return found
 
 

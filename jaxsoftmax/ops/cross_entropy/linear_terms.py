@@ -35,7 +35,7 @@ from jaxsoftmax._core.primitive import bind, define, set_jvp, set_transpose
 from jaxsoftmax._core.target import ONE_DEVICE
 from jaxsoftmax.ops.cross_entropy import parts
 from jaxsoftmax.ops.cross_entropy.implementations import CROSS_ENTROPY_FAMILY
-from jaxsoftmax.ops.cross_entropy.parts import by_parts, product, sizes
+from jaxsoftmax.ops.cross_entropy.parts import by_parts, product, sizes, summed_to
 from jaxsoftmax.ops.softmax.xla import tangent_of_sum
 
 _OF_CLASSES = {"weight": 2, "bias": 1, "t_weight": 2, "t_bias": 1}  # operands that examples may share, and their axes
@@ -146,7 +146,7 @@ def _transpose_of_jvp(cotangents, operands, types, *, return_total=False, return
         results = _gradients_of_rows(_as_one(operands), wrt, **params)
         return {name: result.reshape(types[name].shape) for name, result in zip(types, results, strict=True)}
     results = bind(LINEAR_LOG_PROBS_VJP, _with_own_layers(operands, batch), wrt=wrt, **params)
-    return {name: _summed_to(result, types[name].shape) for name, result in zip(types, results, strict=True)}
+    return {name: summed_to(result, types[name].shape) for name, result in zip(types, results, strict=True)}
 
 
 def _gradients_of_rows(operands, wrt, **params) -> list[jax.Array]:
@@ -196,12 +196,6 @@ def _with_own_layers(operands: Mapping[str, Any], batch: tuple[int, ...]) -> dic
         name: jnp.broadcast_to(each, (*batch, *each.shape[-_OF_CLASSES[name] :])) if name in _OF_CLASSES else each
         for name, each in operands.items()
     }
-
-
-def _summed_to(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Adds up an array along the axes in which this shape has size 1."""
-    axes = [axis for axis, (size, own) in enumerate(zip(shape, array.shape, strict=True)) if size == 1 != own]
-    return jnp.sum(array, axes, keepdims=True, dtype=array.dtype) if axes else array
 
 
 def of_batch(function: Callable[..., list[jax.Array]], operands: dict[str, Any], machine) -> list[jax.Array]:

@@ -19,7 +19,7 @@ from jaxsoftmax._core.primitive import bind
 from jaxsoftmax._core.sharding import Cut
 from jaxsoftmax.ops.cross_entropy import across_devices, xla
 from jaxsoftmax.ops.cross_entropy.linear_gradient import LINEAR_CROSS_ENTROPY_GRADIENT
-from jaxsoftmax.ops.cross_entropy.linear_parts import Layer, Wanted, gradients_of_parts, results_of_parts
+from jaxsoftmax.ops.cross_entropy.linear_parts import Factors, Layer, Wanted, gradients_of_parts, results_of_parts
 from jaxsoftmax.ops.cross_entropy.linear_results import forced_on_layer, results_of_rows
 from jaxsoftmax.ops.cross_entropy.primitive import CROSS_ENTROPY, CROSS_ENTROPY_GRADIENT, CROSS_ENTROPY_JVP, CROSS_ENTROPY_VJP
 from jaxsoftmax.ops.cross_entropy.xla import NO_CLASS, NO_ROW
@@ -53,22 +53,22 @@ class Head:
     def gradients_of_rows(
         self, layers: tuple[Layer, ...], rows: dict[str, jax.Array], factors: jax.Array, wanted: Wanted
     ) -> tuple[list[jax.Array], list[Layer], dict[str, jax.Array]]:
-        """Computes what `gradients_of_parts` returns, for all rows."""
-        return gradients_of_parts(self, layers, rows, factors, wanted)
+        """Computes what `gradients_of_parts` returns for all rows, from a factor of each loss."""
+        return gradients_of_parts(self, layers, rows, [factors], wanted)
 
     def results(self, logits: Sequence[jax.Array], rows: dict[str, jax.Array]) -> list[jax.Array]:
         """Computes the losses `[rows]`, and other numbers of rows."""
         raise NotImplementedError
 
     def with_gradients(
-        self, logits: Sequence[jax.Array], rows: dict[str, jax.Array], factors: jax.Array, wanted: Wanted, dtype: Any
+        self, logits: Sequence[jax.Array], rows: dict[str, jax.Array], factors: Factors, wanted: Wanted, dtype: Any
     ) -> tuple[list[jax.Array], list[jax.Array | None], dict[str, jax.Array]]:
-        """Computes the results, and the derivatives of `sum(factors * losses)`.
+        """Computes the results, and the derivatives of `sum(factor * result)` over rows and results.
 
         Args:
           logits: those of each layer.
           rows: what else belongs to rows, by name.
-          factors: `[rows]`.
+          factors: as `gradients_of_parts` takes them.
           wanted: the operands that derivatives are wanted of.
           dtype: dtype that the gradient of logits may have if they have another one.
 
@@ -79,17 +79,17 @@ class Head:
         moving = [x for x, names in zip(logits, wanted.layers, strict=True) if names]
         of_rows = {name: rows[name] for name in wanted.rows}
 
-        def losses(moving, of_rows):
+        def multiplied(moving, of_rows):
             left = iter(moving)
-            losses, *others = self.results(
+            results = self.results(
                 [next(left) if names else x for x, names in zip(logits, wanted.layers, strict=True)], rows | of_rows
             )
-            return losses, others
+            return [result for result, factor in zip(results, factors, strict=False) if factor is not None], results
 
-        value, pull, others = jax.vjp(losses, moving, of_rows, has_aux=True)
-        gradients, found = pull(*sharding.varying_as([factors], [value]))
+        values, pull, results = jax.vjp(multiplied, moving, of_rows, has_aux=True)
+        gradients, found = pull(sharding.varying_as([factor for factor in factors if factor is not None], values))
         left = iter(gradients)
-        return [value, *others], [next(left) if names else None for names in wanted.layers], found
+        return results, [next(left) if names else None for names in wanted.layers], found
 
     def bytes_of_logit(self, dtype, *, has_gradient: bool) -> int:
         """Returns the bytes that a logit takes, with its gradient, for hidden states of this dtype."""
@@ -128,8 +128,11 @@ class LossHead(Head):
         return found[:n_results], [by_layer], by_rows
 
     def with_gradients(self, logits, rows, factors, wanted, dtype):
-        """Computes the results and derivatives of `Head`, in the memory of the logits if they have this dtype."""
-        (x,), scale = logits, rows.get("scale")
+        """Computes the results and derivatives of `Head`, in the memory of the logits if they have this dtype.
+
+        Only losses have a factor: the other results of `of_rows` have derivatives of their own.
+        """
+        (x,), (factors,), scale = logits, factors, rows.get("scale")
         classes, labels = x.shape[1], rows["labels"][:, None]
         operands = {"x": x, "labels": labels, "t": factors[:, None]}
         params = {"axes": (1,), "dtype": factors.dtype, "soft_cap": self.logits_soft_cap}

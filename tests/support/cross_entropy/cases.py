@@ -51,7 +51,7 @@ def together(implementation=None, **options):
 
     def run(logits, labels, factors):
         wanted = Wanted((("hidden",),), ())
-        (losses, *_), (gradient,), _ = head.with_gradients([logits], {"labels": labels}, factors, wanted, logits.dtype)
+        (losses, *_), (gradient,), _ = head.with_gradients([logits], {"labels": labels}, [factors], wanted, logits.dtype)
         return losses, gradient
 
     return jax.jit(run)
