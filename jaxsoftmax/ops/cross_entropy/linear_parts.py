@@ -122,7 +122,7 @@ def _is_of_classes(name: str) -> bool:
 def gradients_of_parts(
     head: "Head", layers: Sequence[Layer], rows: dict[str, jax.Array], factors: Factors, wanted: Wanted, **options: bool
 ) -> tuple[list[jax.Array], list[Layer], dict[str, jax.Array]]:
-    """Computes the results, and derivatives of `sum(factor * result)`, over rows and results, by the operands that are wanted.
+    """Computes the results, and derivatives of the sum of `factor * result` over rows and results, by what is wanted.
 
     Arrays of rows may have axes behind the first, of examples that share the layers.
 
