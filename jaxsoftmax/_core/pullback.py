@@ -4,8 +4,8 @@ A function with a rule of `jax.custom_vjp` has no forward mode. A rule of `jax.c
 tangents are JAX's, and cotangents go to a rule. Derivatives of all orders follow: JAX differentiates the rule, and tangents.
 
 The results pass through a primitive that returns them as they are, and also takes the operands. Its tangent is the same
-primitive, which takes the tangents of the operands beside those of the results. Its transpose gives the tangents of the results
-no cotangent, and those of the operands what the rule computes. Loops keep the rule of a primitive: see `entrywise.py`.
+primitive, which takes the tangents of the operands beside those of the results. Its transpose calls the rule for the cotangents
+of the operands' tangents. The tangents of the results get none. Loops keep the rule of a primitive: see `entrywise.py`.
 """
 
 from collections.abc import Callable, Mapping

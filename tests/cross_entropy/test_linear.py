@@ -636,3 +636,17 @@ def test_second_derivatives_of_parts_that_are_filled_up(reduction, monkeypatch):
 
     found, expected = squares(by_parts)(arrays), squares(whole)(arrays)
     oracle.assert_same_in_float64(found, expected)
+
+
+def test_labels_that_examples_share_are_not_written_out_for_each(monkeypatch):
+    monkeypatch.setattr(parts, "MOST", 2**20)
+    monkeypatch.setattr(parts, "MOST_WITH_GRADIENT", 2**20)
+    examples, rows, units, classes = 8, 512, 16, 4096
+
+    def loss(hidden, weight, labels):
+        of_example = functools.partial(jaxsoftmax.linear_cross_entropy, weight=weight, labels=labels, reduction="none")
+        return jnp.mean(jax.vmap(of_example)(hidden))
+
+    shapes = (examples, rows, units), (units, classes), (rows, classes)
+    compiled = jax.jit(jax.grad(loss, (0, 1))).lower(*(jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < examples * rows * classes * 4

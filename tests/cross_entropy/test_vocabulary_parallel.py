@@ -218,6 +218,27 @@ def test_losses_of_a_linear_layer_in_a_shard_map(without, specs, reduction, clas
     oracle.assert_same_in_float64(actual, with_gradients(expected, arrays, **options))
 
 
+@pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.usefixtures("parts")
+def test_a_shard_map_that_leaves_other_mesh_axes_automatic(reduction, check_vma):
+    """Rows are sharded over an axis of which only XLA knows."""
+    place, temperature = {"hidden": P(), "weight": P(None, "model"), "labels": P()}, np.linspace(0.5, 2, 1024)
+    arrays = {name: array for name, array in given(rows=(1024,), classes=CLASSES).items() if name in place}
+
+    def local(arrays, **options):
+        return by_parts(arrays, reduction=reduction, temperature=temperature, **options)
+
+    mesh = make_mesh(AxisType.Auto)
+    with jax.set_mesh(mesh):
+        options = {"axis_names": {"model"}, "check_vma": check_vma}
+        f = functools.partial(local, axis_name="model")
+        outside = jax.jit(jax.shard_map(f, in_specs=(place,), out_specs=P(), **options))
+        placed = arrays | {"hidden": jax.device_put(arrays["hidden"], NamedSharding(mesh, P("data")))}
+        actual = with_gradients(outside, placed)
+    oracle.assert_same_in_float64(actual, with_gradients(local, arrays))
+
+
 @pytest.mark.parametrize(
     ("labels", "reduction", "how"),
     [

@@ -161,7 +161,7 @@ def linear_cross_entropy(
     | "mean" or "sum", integer or floating labels | 3 | 512 MiB | rounded for each part, in the dtype of `weight` |
     | the same, `return_lse` or `return_entropy` differentiated | 7, 6 for floating labels | 512 MiB | as above, twice |
     | "none", or any reduction of float16 `hidden`; integer labels | 4 | 384 to 768 MiB, with gradients | rounded once |
-    | the same, floating labels | 4 | 512 MiB | rounded for each part |
+    | the same, floating labels | 4 | 512 MiB, and the labels twice more | rounded for each part |
 
     With `reduction` "mean" or "sum" the gradients are computed together with the losses, for a part of the rows at a time, and
     replace the logits in memory; with float32 logits they stand beside them. If rows are weighted by what is known before the
@@ -174,8 +174,8 @@ def linear_cross_entropy(
     weight. In programs for symbolic shapes all rows are one part.
 
     On NVIDIA Hopper GPUs kernels multiply for integer labels and `hidden` of 16 bits, without `label_smoothing`. On several
-    devices they run inside a `shard_map` over all mesh axes, or if all mesh axes are explicit. For gradients of a "mean" or
-    "sum" of the examples of a `vmap` XLA multiplies.
+    devices they run inside a `shard_map` over all mesh axes, or if all mesh axes are explicit. Under `vmap` XLA multiplies for
+    gradients of a "mean" or "sum".
 
     - With `reduction="none"`, in float16, and without gradients no logits are in memory. The kernel needs 12 bytes for each
       row and 256 classes instead. It copies a weight of another dtype, in pieces of 256 MiB. It also copies a weight whose `H`

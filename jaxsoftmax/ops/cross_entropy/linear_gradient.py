@@ -64,7 +64,8 @@ def reference(*, head, wrt, factors, machine=ONE_DEVICE, **operands: Any) -> lis
     """Computes the results of `linear_cross_entropy_gradient` for a part of the rows at a time, from their logits."""
     present = {name: operand for name, operand in operands.items() if operand is not None}
     # On automatic axes of several devices a first part in front of the others would add up gradients over the devices twice.
-    options = {"is_first_apart": machine.devices == 1}
+    # Such axes may stand beside those of the classes, of which a `machine` says nothing.
+    options = {"is_first_apart": machine.devices == 1 and not head.axis_name}
 
     def of_one(operands, factors):
         rows = {name: operands[name] for name in ("labels", "scale") if name in operands}

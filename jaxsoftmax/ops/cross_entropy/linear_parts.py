@@ -86,7 +86,7 @@ def _pullback(head: "Head", operands, cotangents, types) -> dict[str, jax.Array]
     of_classes = [each[name] for each in (operands, types) for name in each if _is_of_classes(name)]
     are_shared = all(math.prod(array.shape[:n]) == 1 for array in of_classes)
     if n == 0 or (are_shared and not sharding.has_explicit_axes(jax.typeof(some))):
-        found = _pullback_of_rows(head, operands, cotangents, types, some.shape[:n])
+        found = _pullback_of_rows(head, operands, cotangents, types, n)
     else:
         axes = {name: None if array.shape[0] == 1 else 0 for name, array in operands.items()}
         operands = {name: array[0] if axes[name] is None else array for name, array in operands.items()}
@@ -95,14 +95,11 @@ def _pullback(head: "Head", operands, cotangents, types) -> dict[str, jax.Array]
     return {name: summed_to(found[name], kind.shape).astype(kind.dtype) for name, kind in types.items()}
 
 
-def _pullback_of_rows(head: "Head", operands, cotangents, types, batch: tuple[int, ...]) -> dict[str, jax.Array]:
-    """Computes the cotangents of operands for the rows of a batch whose examples share the layers."""
-    n = len(batch)
+def _pullback_of_rows(head: "Head", operands, cotangents, types, n: int) -> dict[str, jax.Array]:
+    """Computes the cotangents of operands for the rows of a batch of `n` axes, whose examples share the layers."""
 
     def behind_rows(name, array):
-        if _is_of_classes(name):
-            return array.reshape(array.shape[n:])
-        return jnp.moveaxis(jnp.broadcast_to(array, (*batch, *array.shape[n:])), n, 0)
+        return array.reshape(array.shape[n:]) if _is_of_classes(name) else jnp.moveaxis(array, n, 0)
 
     def in_front(name, array):
         return array.reshape((1,) * n + array.shape) if _is_of_classes(name) else jnp.moveaxis(array, 0, n)
@@ -124,13 +121,13 @@ def gradients_of_parts(
 ) -> tuple[list[jax.Array], list[Layer], dict[str, jax.Array]]:
     """Computes the results, and derivatives of the sum of `factor * result` over rows and results, by what is wanted.
 
-    Arrays of rows may have axes behind the first, of examples that share the layers.
+    Arrays of rows may have axes behind the first, of examples that share the layers; of size 1 if examples share the array.
 
     Args:
       head: the loss behind the layers.
       layers: as in `results_of_parts`.
       rows: what else the head takes of rows, by name.
-      factors: for each of the results, of which the last may be left out, `[rows]`, or None for 0.
+      factors: one for each result, `[rows]`, or None for 0. Results behind the last factor have none.
       wanted: the operands that derivatives are wanted of.
       **options: those of `by_parts`.
 
@@ -138,13 +135,16 @@ def gradients_of_parts(
       The results; the derivatives by the operands of each layer, by name; and those by operands of rows.
     """
     with_hidden = [at for at, names in enumerate(wanted.layers) if "hidden" in names]
+    examples = next(each.shape[1:] for each in factors if each is not None)
 
     def part(sums, own):
+        # Here, as the arrays of all rows would be written out for each example.
+        of_each = {name: (array.shape[0], *examples, *array.shape[1 + len(examples) :]) for name, array in own.items()}
+        own = {name: jnp.broadcast_to(array, of_each[name]) for name, array in own.items()}
         hidden = [own.pop(name) for name in _hidden(layers)]
         of_results = [own.pop(f"factors {at}", None) for at in range(len(factors))]
-        along = tuple(range(hidden[0].ndim - 1))  # the rows, and the axes of examples
         with_gradients = functools.partial(head.with_gradients, wanted=wanted, dtype=hidden[0].dtype)
-        for _ in along[1:]:
+        for _ in examples:
             with_gradients = jax.vmap(with_gradients, 1, 1)
         results, gradients, found = with_gradients(_logits(head, layers, hidden), own, of_results)
         more, of_hidden = {}, {}
@@ -159,7 +159,7 @@ def gradients_of_parts(
         return sums, [*results, *(of_hidden[at] for at in with_hidden), *(found[name] for name in wanted.rows)]
 
     of_all = _hidden(layers) | rows | {f"factors {at}": each for at, each in enumerate(factors) if each is not None}
-    bytes_of_row = _bytes_of_row(head, layers, wanted.layers) * math.prod(layers[0]["hidden"].shape[1:-1])
+    bytes_of_row = _bytes_of_row(head, layers, wanted.layers) * math.prod(examples)
     sums, results = by_parts(jax.checkpoint(part), _most(layers), bytes_of_row, of_all, **options)
     by_rows = {name: results.pop() for name in reversed(wanted.rows)}
     by_layers: list[Layer] = [{} for _ in layers]

@@ -108,9 +108,9 @@ def _with_weights(blocks, params, operands) -> tuple[list[jax.Array], dict[str, 
         terms, m, d = _terms(head, labels, classes, of_rows, scale)
         g = turn(weights, own_labels, *_numbers(head, of_tiles[0], m, d, of_rows[2], factors, scale, terms))
         more = gradients_of_layer(wrt, g, hidden, weight, axis, of_weight)
-        of_rows = [more.pop("hidden")] if "hidden" in wrt else []
-        of_rows += _by_scale(params, factors, scale, terms).values()
-        results = [each[:count] for each in (*head.of_terms(terms, 1)[: 2 + head.return_entropy], *of_rows)]
+        by_rows = [more.pop("hidden")] if "hidden" in wrt else []
+        by_rows += _by_scale(params, factors, scale, terms).values()
+        results = [each[:count] for each in (*head.of_terms(terms, 1)[: 2 + head.return_entropy], *by_rows)]
         return more if sums is None else jax.tree.map(jnp.add, sums, more), results
 
     most, bytes_of_row = parts.MOST_WITH_GRADIENT, classes * dtype.itemsize
