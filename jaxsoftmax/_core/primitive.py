@@ -129,6 +129,12 @@ def _batch(operation: Operation, operands, dims, *, names, **params):
     return results, [at] * len(results)
 
 
+def summed_to(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Adds up an array along the axes in which this shape has size 1, such as those that the examples of a batch share."""
+    axes = tuple(axis for axis, size in enumerate(shape) if size == 1 and array.shape[axis] != 1)
+    return jnp.sum(array, axes, keepdims=True, dtype=array.dtype) if axes else array
+
+
 def jvp_as_reference(operation: Operation, operands, tangents, **params):
     """Differentiates an operation as its reference; a rule for `set_jvp`."""
     results = bind(operation, operands, **params)

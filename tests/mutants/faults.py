@@ -2753,7 +2753,7 @@ FAULTS = (
     Fault(
         "linear losses: parts have rows of examples that explicit mesh axes shard",
         f"{_LOSS}/linear_parts.py",
-        "if n == 0 or (are_shared and not sharding.has_explicit_axes(jax.typeof(some))):",
+        "if n == 0 or (are_shared and not sharding.has_explicit_axes(jax.typeof(first))):",
         "if n == 0 or are_shared:",
         "tests/divergence/test_linear.py -k 'not_gathered and Explicit'",
     ),

@@ -216,9 +216,3 @@ def cotangents_of_sinks(sinks, lse, delta) -> jax.Array:
 def weights_of_sinks(sinks, lse) -> jax.Array:
     """Computes the weights of the sinks, `[*batch, N, T]`: 0 where a query sees neither a key nor a sink."""
     return jnp.where(lse == -jnp.inf, 0, jnp.exp(sinks.astype(jnp.float32)[..., None] - lse))
-
-
-def summed_to(array, shape):
-    """Sums an array along the axes where `shape` has size 1."""
-    axes = tuple(axis for axis, size in enumerate(shape) if size == 1 and array.shape[axis] != 1)
-    return jnp.sum(array, axes, keepdims=True) if axes else array

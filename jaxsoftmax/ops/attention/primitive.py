@@ -37,7 +37,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxsoftmax._core import lower, sharding
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.operation import OnShards, Operation
-from jaxsoftmax._core.primitive import bind, define, set_jvp, set_transpose
+from jaxsoftmax._core.primitive import bind, define, set_jvp, set_transpose, summed_to
 from jaxsoftmax.ops.attention.implementations import ATTENTION_FAMILY
 from jaxsoftmax.ops.attention.operands import (
     COTANGENTS,
@@ -50,7 +50,6 @@ from jaxsoftmax.ops.attention.operands import (
     AttentionProblem,
     batch_of,
     dequantised,
-    summed_to,
     without_pages,
 )
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsoftmax._core.implementation import Plan, Refusal
+from jaxsoftmax._core.primitive import summed_to
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._triton import attention_launch, availability
 from jaxsoftmax._triton.attention_launch import (
@@ -37,7 +38,6 @@ from jaxsoftmax.ops.attention.operands import (
     cotangents_of_sinks,
     dequantised,
     merged,
-    summed_to,
     without_pages,
 )
 from jaxsoftmax.ops.attention.triton_functions import FunctionPrograms

@@ -29,6 +29,7 @@ from jax import lax
 from jaxsoftmax import online
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.implementation import ReferencePlan
+from jaxsoftmax._core.primitive import summed_to
 from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._core.sharding import vary_alike
 from jaxsoftmax._core.target import ONE_DEVICE, Target
@@ -42,7 +43,6 @@ from jaxsoftmax.ops.attention.operands import (
     dequantised,
     merged,
     paged,
-    summed_to,
     without_pages,
 )
 from jaxsoftmax.ops.attention.score_functions import wide_tables

@@ -64,7 +64,7 @@ def reference(*, head, wrt, factors, machine=ONE_DEVICE, **operands: Any) -> lis
     """Computes the results of `linear_cross_entropy_gradient` for a part of the rows at a time, from their logits."""
     present = {name: operand for name, operand in operands.items() if operand is not None}
     # On automatic axes of several devices a first part in front of the others would add up gradients over the devices twice.
-    # Such axes may stand beside those of the classes, of which a `machine` says nothing.
+    # A `machine` does not count such axes where a `shard_map` has those of the classes.
     options = {"is_first_apart": machine.devices == 1 and not head.axis_name}
 
     def of_one(operands, factors):

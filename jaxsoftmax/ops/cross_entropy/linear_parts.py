@@ -20,9 +20,10 @@ import jax.numpy as jnp
 
 from jaxsoftmax._core import sharding
 from jaxsoftmax._core.dtypes import accumulator
+from jaxsoftmax._core.primitive import summed_to
 from jaxsoftmax._core.pullback import with_pullback
 from jaxsoftmax.ops.cross_entropy import parts
-from jaxsoftmax.ops.cross_entropy.parts import by_parts, product, summed_to
+from jaxsoftmax.ops.cross_entropy.parts import by_parts, product
 
 if TYPE_CHECKING:
     from jaxsoftmax.ops.cross_entropy.loss import Head
@@ -81,11 +82,11 @@ def _pullback(head: "Head", operands, cotangents, types) -> dict[str, jax.Array]
     adds up over them: the gradient of an example would be as large as the weight. The exception is a batch that explicit mesh
     axes may shard, since the zeros that `by_parts` starts with are whole on every device.
     """
-    some = next(c for c in cotangents if c is not None)
-    n = some.ndim - 1
+    first = next(cotangent for cotangent in cotangents if cotangent is not None)
+    n = first.ndim - 1
     of_classes = [each[name] for each in (operands, types) for name in each if _is_of_classes(name)]
     are_shared = all(math.prod(array.shape[:n]) == 1 for array in of_classes)
-    if n == 0 or (are_shared and not sharding.has_explicit_axes(jax.typeof(some))):
+    if n == 0 or (are_shared and not sharding.has_explicit_axes(jax.typeof(first))):
         found = _pullback_of_rows(head, operands, cotangents, types, n)
     else:
         axes = {name: None if array.shape[0] == 1 else 0 for name, array in operands.items()}

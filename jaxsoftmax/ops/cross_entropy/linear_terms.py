@@ -31,11 +31,11 @@ from jax import lax
 from jaxsoftmax._core import sharding
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.operation import OnShards, Operand, Operation
-from jaxsoftmax._core.primitive import bind, define, set_jvp, set_transpose
+from jaxsoftmax._core.primitive import bind, define, set_jvp, set_transpose, summed_to
 from jaxsoftmax._core.target import ONE_DEVICE
 from jaxsoftmax.ops.cross_entropy import parts
 from jaxsoftmax.ops.cross_entropy.implementations import CROSS_ENTROPY_FAMILY
-from jaxsoftmax.ops.cross_entropy.parts import by_parts, product, sizes, summed_to
+from jaxsoftmax.ops.cross_entropy.parts import by_parts, product, sizes
 from jaxsoftmax.ops.softmax.xla import tangent_of_sum
 
 _OF_CLASSES = {"weight": 2, "bias": 1, "t_weight": 2, "t_bias": 1}  # operands that examples may share, and their axes

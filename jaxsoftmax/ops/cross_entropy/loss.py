@@ -187,7 +187,7 @@ class LossHead(Head):
         return bind(operation, operands, implementation=self.implementation, **params)
 
     def cuts(self, classes: int) -> dict[int, Cut]:
-        """Describes how devices share the classes, of which each has this number."""
+        """Describes how devices share the classes; each device has this number of them."""
         return {1: Cut.of_part(self.axis_name, classes)}
 
 

@@ -11,8 +11,6 @@ from jax import lax
 
 from jaxsoftmax._core import sharding
 
-Axes = int | tuple[int, ...]
-
 # Bytes of the logits of a part. With gradients parts are fewer, as each reads and writes the gradient of the weight.
 MOST_WITH_GRADIENT = 2**29
 MOST = 2**28
@@ -22,7 +20,7 @@ _TILE = 128  # rows of one tile of tensor cores
 FILLS = {"scale": 1, "d": 1}
 
 
-def product(a: jax.Array, b: jax.Array, axes_of_a: Axes, axes_of_b: Axes, dtype) -> jax.Array:
+def product(a: jax.Array, b: jax.Array, axes_of_a: int | tuple[int, ...], axes_of_b: int | tuple[int, ...], dtype) -> jax.Array:
     """Multiplies two arrays along an axis of each, or along several."""
     along_a, along_b = ((axes,) if isinstance(axes, int) else axes for axes in (axes_of_a, axes_of_b))
     return lax.dot_general(a, b, ((along_a, along_b), ((), ())), preferred_element_type=dtype)
@@ -93,7 +91,7 @@ def by_parts(
 
 
 def filled_up(name: str, array: jax.Array, count: int) -> jax.Array:
-    """Returns an array of this number of rows, the last of which are `FILLS`."""
+    """Fills up an array to this number of rows by `FILLS`."""
     more = [(0, count - len(array)), *[(0, 0)] * (array.ndim - 1)]
     return jnp.pad(array, more, constant_values=FILLS.get(name, 0))
 
@@ -108,9 +106,3 @@ def sizes(rows: Any, bytes_of_row: Any, most: int) -> tuple[Any, int]:
     tiles_of_part = (-(-tiles // parts) for parts in range(least, least + least // 3 + 1))
     size = min(tiles_of_part, key=lambda size: -tiles % size)
     return size * _TILE, -(-tiles // size)
-
-
-def summed_to(array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Adds up an array along the axes in which this shape has size 1."""
-    axes = [axis for axis, (size, own) in enumerate(zip(shape, array.shape, strict=True)) if size == 1 != own]
-    return jnp.sum(array, axes, keepdims=True, dtype=array.dtype) if axes else array

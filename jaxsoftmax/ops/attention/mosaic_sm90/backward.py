@@ -41,6 +41,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxsoftmax._core.implementation import Refusal
+from jaxsoftmax._core.primitive import summed_to
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu import schedule, sync, tickets
 from jaxsoftmax._gpu.kernel import kernel_of
@@ -78,7 +79,6 @@ from jaxsoftmax.ops.attention.operands import (
     AttentionProblem,
     cotangents_of_rows,
     cotangents_of_sinks,
-    summed_to,
 )
 from jaxsoftmax.ops.attention.score_derivatives import reads_elements
 
