@@ -5,7 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax import lax
 
 from jaxsoftmax._core import compat
 
@@ -25,3 +27,14 @@ def kernel_of(body: Callable[..., None], **options: Any) -> Callable[..., Any]:
 
     compat.infer_layouts_sooner()
     return plgpu.kernel(in_32_bits, **options)
+
+
+def written_in_place(run: Callable[..., Any], array: jax.Array, *others: jax.Array) -> jax.Array:
+    """Runs a kernel without results, which writes to its last operand, and returns that.
+
+    In a loop XLA must not fuse the kernel with what it reads: it would forget that one operand is written in place. What XLA
+    itself computes from each entry of an array takes memory of its own (JAX 0.11.2).
+    """
+    array, *others = lax.optimization_barrier((array, *others))
+    (array,) = pl.run_state(lambda refs: run(*others, *refs))([array])
+    return lax.optimization_barrier(array)

@@ -22,14 +22,14 @@ from jaxsoftmax import online
 from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._core.target import Target
-from jaxsoftmax._gpu.kernel import kernel_of
+from jaxsoftmax._gpu import matmul
+from jaxsoftmax._gpu.kernel import kernel_of, written_in_place
 from jaxsoftmax.ops.cross_entropy import across_devices, linear_terms, parts, xla
 from jaxsoftmax.ops.cross_entropy.linear_gradient import LINEAR_CROSS_ENTROPY_GRADIENT
 from jaxsoftmax.ops.cross_entropy.linear_parts import gradients_of_layer
 from jaxsoftmax.ops.cross_entropy.mosaic_sm90 import linear_loss
 from jaxsoftmax.ops.cross_entropy.mosaic_sm90.linear_loss import TILE_CLASSES
 
-_ROWS = 64  # rows of a tile of weights in the second kernel
 _COLUMNS = 64  # columns that registers hold at a time
 _SLOTS = 3  # tiles in shared memory: one that comes, one that is computed, and one that leaves
 _BLOCKS = 2  # blocks of threads of the second kernel, for each multiprocessor
@@ -172,28 +172,24 @@ def _turned(blocks, weights, labels, of_tiles, of_label) -> jax.Array:
         grid=(_BLOCKS * blocks,),
         grid_names=("block",),
         scratch_types=[
-            plgpu.SMEM((_SLOTS, _ROWS, TILE_CLASSES), weights.dtype, transforms=swizzled),
+            plgpu.SMEM((_SLOTS, matmul.ROWS, TILE_CLASSES), weights.dtype, transforms=swizzled),
             plgpu.Barrier(num_barriers=_SLOTS),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="linear_cross_entropy_gradient_mosaic",
     )
-    # In a loop XLA must not fuse the kernel with what it reads: it would forget that one operand is written in place. What XLA
-    # itself computes from each entry of an array takes memory of its own (JAX 0.11.2).
-    weights, *others = lax.optimization_barrier((weights, of_tiles, of_label, labels))
-    (gradient,) = pl.run_state(lambda refs: run(*refs, *others))([weights])
-    return lax.optimization_barrier(gradient)
+    return written_in_place(run, weights, of_tiles, of_label, labels)
 
 
-def _turn(weights, of_tiles, of_label, labels, slots, full):
+def _turn(of_tiles, of_label, labels, weights, slots, full):
     """Multiplies weights by a number of each row and tile, and replaces those of the labels, in place."""
-    tiles = weights.shape[0] // _ROWS, of_tiles.shape[0]
+    tiles = weights.shape[0] // matmul.ROWS, of_tiles.shape[0]
     block, blocks = lax.axis_index("block"), lax.axis_size("block")
     steps = (tiles[0] * tiles[1] - block + blocks - 1) // blocks
 
     def tile(step):
         place = block + step * blocks
-        return linear_loss.LogitTile(lax.rem(place, tiles[1]), pl.ds(place // tiles[1] * _ROWS, _ROWS), labels)
+        return linear_loss.LogitTile(lax.rem(place, tiles[1]), pl.ds(place // tiles[1] * matmul.ROWS, matmul.ROWS), labels)
 
     def in_memory(step):
         own = tile(step)
@@ -214,7 +210,7 @@ def _turn(weights, of_tiles, of_label, labels, slots, full):
         factor, replacement = own.number(of_tiles.at[own.column]), own.number(of_label)
         for first in range(0, TILE_CLASSES, _COLUMNS):
             part = slots.at[at, :, pl.ds(first, _COLUMNS)]
-            weight = plgpu.load(part, layout=linear_loss.LAYOUT).astype(jnp.float32)
+            weight = plgpu.load(part, layout=matmul.LAYOUT).astype(jnp.float32)
             factors, replacements = (linear_loss.along_rows(each, weight.shape) for each in (factor, replacement))
             gradient = jnp.where(own.is_label(weight.shape, first), replacements, weight * factors)
             slots[at, :, pl.ds(first, _COLUMNS)] = gradient.astype(slots.dtype)

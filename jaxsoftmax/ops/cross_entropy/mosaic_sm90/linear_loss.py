@@ -11,7 +11,6 @@ for each row and tile, the gradient of the scores times the scores.
 """
 
 import functools
-import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -26,19 +25,13 @@ from jaxsoftmax import online
 from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._core.target import ONE_DEVICE, Target
-from jaxsoftmax._gpu import fused
-from jaxsoftmax._gpu.kernel import kernel_of
+from jaxsoftmax._gpu import fused, matmul
 from jaxsoftmax.ops.cross_entropy import linear_terms, parts, xla
 from jaxsoftmax.ops.softmax.across_devices import merge_stacked
 
-_CONSUMERS = 2
-_ROWS, TILE_CLASSES = 64, 256  # a tile of each consumer
-TILE_ROWS = _CONSUMERS * _ROWS
-_DEPTH, _STAGES = 64, 4  # shared memory: hidden units of a stage, and stages
+TILE_CLASSES = matmul.COLUMNS
 # More tiles of rows are filled up to an even number, for clusters of two blocks: a thirtieth more for a thirtieth less time.
 _ALWAYS_PAIRED = 32
-_SIDE_BY_SIDE = 16  # tiles of rows that blocks go over before the next classes: both operands stay in the L2 cache
-LAYOUT = plgpu.Layout.WGMMA
 LOG2E = math.log2(math.e)
 _LEAST_EXPONENT = -1000.0  # in base 2: the weight of a smaller one is 0, and an infinite one times that is NaN
 
@@ -61,8 +54,9 @@ class LinearLossPlan:
 
 def describe(*, has_staging: bool) -> str:
     """Describes a kernel that `launch` makes."""
-    stages = _STAGES - has_staging
-    return f"tiles of {TILE_ROWS} rows by {TILE_CLASSES} classes, {stages} stages, {_CONSUMERS} consumer warpgroups"
+    stages = matmul.STAGES - has_staging
+    tile = f"{matmul.TILE_ROWS} rows by {TILE_CLASSES} classes"
+    return f"tiles of {tile}, {stages} stages, {matmul.CONSUMERS} consumer warpgroups"
 
 
 def plan(problem: Problem, target: Target) -> LinearLossPlan | Refusal:
@@ -197,15 +191,15 @@ def in_tiles(class_axis, hidden, weight, labels, *numbers) -> list[jax.Array]:
     rows = rows_in_tiles(len(labels))
     tiled = padded_to(rows, labels, otherwise=-1)
     tiles = jnp.arange(pl.cdiv(weight.shape[class_axis], TILE_CLASSES), dtype=labels.dtype)
-    has_label = (tiled // TILE_CLASSES).reshape(1, -1, _ROWS) == tiles[:, None, None]
-    hidden, weight = padded_to(rows, padded(hidden, 1, _DEPTH)), padded(weight.astype(hidden.dtype), *_units(class_axis))
+    has_label = (tiled // TILE_CLASSES).reshape(1, -1, matmul.ROWS) == tiles[:, None, None]
+    hidden, weight = padded_to(rows, padded(hidden, 1, matmul.DEPTH)), padded(weight.astype(hidden.dtype), *_units(class_axis))
     return [hidden, weight, tiled, jnp.any(has_label, -1).astype(jnp.int32), *(padded_to(rows, each) for each in numbers)]
 
 
 def rows_in_tiles(rows: int) -> int:
     """Returns the number of rows of whole tiles: an even number of tiles if the blocks of a cluster share each weight."""
-    tiles = pl.cdiv(rows, TILE_ROWS)
-    return (tiles + (tiles > _ALWAYS_PAIRED) * (tiles % 2)) * TILE_ROWS
+    tiles = pl.cdiv(rows, matmul.TILE_ROWS)
+    return (tiles + (tiles > _ALWAYS_PAIRED) * (tiles % 2)) * matmul.TILE_ROWS
 
 
 def padded_to(rows: int, array: jax.Array, otherwise=0) -> jax.Array:
@@ -213,7 +207,7 @@ def padded_to(rows: int, array: jax.Array, otherwise=0) -> jax.Array:
     return jnp.pad(array, [(0, rows - len(array)), *[(0, 0)] * (array.ndim - 1)], constant_values=otherwise)
 
 
-def launch(epilogue, head, blocks, operands, bias, out_type, *, name, staged=False) -> list[jax.Array]:
+def launch(epilogue, head, blocks, operands, bias, out_type, *, name, staged=False, window=None) -> list[jax.Array]:
     """Multiplies hidden states by the weight, tile by tile, and runs `epilogue` on each tile of a consumer.
 
     Args:
@@ -225,34 +219,33 @@ def launch(epilogue, head, blocks, operands, bias, out_type, *, name, staged=Fal
       out_type: types of the results.
       name: name of the kernel.
       staged: True to give each consumer shared memory as large as its tile in 16 bits, in place of one stage.
+      window: the classes of the weight that are multiplied; None for all.
     """
-    dtype, stages = operands[0].dtype, _STAGES - staged
-    swizzled = plgpu.TilingTransform((8, _DEPTH)), plgpu.SwizzleTransform(128)
-    slot = (TILE_CLASSES, _DEPTH) if head.class_axis == 0 else (_DEPTH, TILE_CLASSES)
+    hidden, weight, *others = operands
     of_classes = [] if bias is None else [padded(bias.astype(jnp.float32), TILE_CLASSES)]
-    counts = len(operands) - 4, len(of_classes), len(out_type)
-    is_paired = (len(operands[2]) // TILE_ROWS) % 2 == 0
-    empty = functools.partial(plgpu.ClusterBarrier, collective_axes=("rank",)) if is_paired else plgpu.Barrier
-    staging = [plgpu.SMEM((_CONSUMERS, _ROWS, TILE_CLASSES), dtype, transforms=swizzled)] if staged else []
-    return kernel_of(
-        functools.partial(_kernel, epilogue=epilogue, head=head, counts=counts, is_paired=is_paired),
+    n_numbers = len(others) - 2
+
+    def with_tile(place, x, others, results, staging):
+        labels, has_label, *others = others
+        numbers, of_classes = others[:n_numbers], others[n_numbers:]
+        rows, has_own_label = pl.ds(place.row * matmul.ROWS, matmul.ROWS), has_label[place.column, place.row] > 0
+        tile = LogitTile(place.column, rows, labels, has_own_label, head.logits_soft_cap)
+        for numbers_of_classes in of_classes:
+            x += lax.broadcast_in_dim(tile.along_columns(numbers_of_classes), x.shape, (1,))
+        epilogue(tile, x, numbers, results, staging)
+
+    return matmul.multiply(
+        with_tile,
+        hidden,
+        weight,
+        [*others, *of_classes],
+        along=(1, 1 - head.class_axis),
+        blocks=blocks,
+        name=name,
         out_type=out_type,
-        grid=(max(blocks // 2, 1) if is_paired else blocks,),
-        grid_names=("block",),
-        cluster=(2,) if is_paired else (),
-        cluster_names=("rank",) if is_paired else (),
-        num_threads=_CONSUMERS + 1,
-        thread_name="warpgroup",
-        scratch_types=[
-            plgpu.SMEM((stages, TILE_ROWS, _DEPTH), dtype, transforms=swizzled),
-            plgpu.SMEM((stages, *slot), dtype, transforms=swizzled),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            empty(num_arrivals=_CONSUMERS, num_barriers=stages),
-            *staging,
-        ],
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name=name,
-    )(*operands, *of_classes)
+        window=window,
+        stage=jax.ShapeDtypeStruct((matmul.ROWS, TILE_CLASSES), hidden.dtype) if staged else None,
+    )
 
 
 def _classes_of_piece(class_axis, weight, dtype) -> int:
@@ -271,60 +264,12 @@ def is_whole(class_axis, weight) -> bool:
 
 def _units(class_axis) -> tuple[int, int]:
     """Returns the units that sizes of the weight must be multiples of."""
-    return (8, _DEPTH) if class_axis == 0 else (_DEPTH, 64)
+    return (8, matmul.DEPTH) if class_axis == 0 else (matmul.DEPTH, 64)
 
 
 def padded(array, *units):
     """Pads an array with zeros to whole units along each axis, as copies to shared memory need it."""
     return jnp.pad(array, [(0, -size % unit) for size, unit in zip(array.shape, units, strict=True)])
-
-
-def _kernel(*refs, epilogue, head, counts, is_paired):
-    """Multiplies tile by tile. `counts` are those of the numbers of rows, of a bias, and of the results.
-
-    Both blocks of a cluster have the same classes and other rows. Each copies one half of the weight's tile for both, so that
-    the L2 cache is read a third less.
-    """
-    hidden, weight, labels, has_label, *refs = refs
-    others = iter(refs)
-    numbers, bias, results = (list(itertools.islice(others, count)) for count in counts)
-    slots, *staging = list(itertools.islice(others, 4)), *others  # stages of both operands; barriers: full, and empty again
-    steps = hidden.shape[1] // _DEPTH
-    side, rank = (2, lax.axis_index("rank")) if is_paired else (1, 0)
-    tiles = hidden.shape[0] // (TILE_ROWS * side), has_label.shape[0]
-    warpgroup = lax.axis_index("warpgroup")
-
-    def each_tile(body):
-        @plgpu.nd_loop((math.prod(tiles),), collective_axes="block", init_carry=jnp.int32(0))
-        def end(info, carry):  # how many steps were before: barriers count on from tile to tile
-            (place,) = info.index
-            row, column = plgpu.planar_snake(place, tiles, 0, _SIDE_BY_SIDE // side)
-            body(row * side + rank, column, carry)
-            return carry + steps
-
-        return end
-
-    pl.when(warpgroup == _CONSUMERS)(lambda: _produce(hidden, weight, slots, head.class_axis, each_tile, is_paired))
-
-    @pl.when(warpgroup < _CONSUMERS)
-    def _():
-        plgpu.set_max_registers(232, action="increase")
-        empty = slots[-1]
-        for at in range(empty.shape[0]):
-            plgpu.barrier_arrive(empty.at[at])
-
-        def compute(row, column, before):
-            number = row * _CONSUMERS + warpgroup
-            rows, has_own_label = pl.ds(number * _ROWS, _ROWS), has_label[column, number] > 0
-            tile = LogitTile(column, rows, labels, has_own_label, head.logits_soft_cap)
-            x = _multiply(slots, warpgroup, steps, head.class_axis, before)
-            for numbers_of_classes in bias:
-                x += lax.broadcast_in_dim(tile.along_columns(numbers_of_classes), x.shape, (1,))
-            epilogue(tile, x, numbers, results, [stage.at[warpgroup] for stage in staging])
-
-        each_tile(compute)
-        if staging:
-            plgpu.wait_smem_to_gmem(0)
 
 
 @dataclass(frozen=True)
@@ -344,12 +289,12 @@ class LogitTile:
 
     def is_label(self, shape, first=0) -> Any:
         """Marks the labels of rows among the columns of this shape that start at `first`."""
-        label = plgpu.load(self.labels.at[self.rows], layout=LAYOUT.reduce(1), optimized=False) - self.first - first
+        label = plgpu.load(self.labels.at[self.rows], layout=matmul.LAYOUT.reduce(1), optimized=False) - self.first - first
         return _columns(shape) == lax.broadcast_in_dim(label, shape, (0,))
 
     def number(self, numbers) -> Any:
         """Returns the numbers of its rows."""
-        return plgpu.load(numbers.at[self.rows], layout=LAYOUT.reduce(1), optimized=False)
+        return plgpu.load(numbers.at[self.rows], layout=matmul.LAYOUT.reduce(1), optimized=False)
 
     def of_own_classes(self, x, classes, otherwise, first=0) -> Any:
         """Replaces columns beyond the last class in those that start at `first`."""
@@ -361,65 +306,15 @@ class LogitTile:
 
     def along_columns(self, numbers) -> Any:
         """Returns the numbers of its classes."""
-        return plgpu.load(numbers.at[pl.ds(self.first, TILE_CLASSES)], layout=LAYOUT.reduce(0), optimized=False)
+        return plgpu.load(numbers.at[pl.ds(self.first, TILE_CLASSES)], layout=matmul.LAYOUT.reduce(0), optimized=False)
 
 
 def _columns(shape):
-    return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=LAYOUT)
+    return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=matmul.LAYOUT)
 
 
 def along_rows(numbers, shape):
     return lax.broadcast_in_dim(numbers, shape, (0,))
-
-
-def _stage(step, slots):
-    return lax.rem(step, jnp.int32(slots.shape[0]))
-
-
-def _produce(hidden, weight, slots, class_axis, each_tile, is_paired):
-    """Copies operands to shared memory."""
-    hidden_slots, weight_slots, full, empty = slots
-    plgpu.set_max_registers(40, action="decrease")
-
-    def copy(row, column, before):
-        rows = pl.ds(row * TILE_ROWS, TILE_ROWS)
-        columns = pl.ds(column * TILE_CLASSES, TILE_CLASSES)
-
-        @pl.loop(0, hidden.shape[1] // _DEPTH)
-        def _(k):
-            at, deep = _stage(before + k, hidden_slots), pl.ds(k * _DEPTH, _DEPTH)
-            plgpu.barrier_wait(empty.at[at])
-            plgpu.copy_gmem_to_smem(hidden.at[rows, deep], hidden_slots.at[at], full.at[at])
-            part = weight.at[columns, deep] if class_axis == 0 else weight.at[deep, columns]
-            plgpu.copy_gmem_to_smem(part, weight_slots.at[at], full.at[at], collective_axes="rank" if is_paired else None)
-
-    end = each_tile(copy)
-
-    @pl.loop(0, hidden_slots.shape[0])  # a barrier may not go while others arrive there
-    def _(k):
-        plgpu.barrier_wait(empty.at[_stage(end + k, hidden_slots)])
-
-
-def _multiply(slots, warpgroup, steps, class_axis, before):
-    """Multiplies the rows of a consumer by a tile of classes, whose first step is the number `before`."""
-    hidden_slots, weight_slots, full, empty = slots
-
-    def multiply(product):
-        @pl.loop(0, steps)
-        def _(k):
-            at = _stage(before + k, hidden_slots)
-            plgpu.barrier_wait(full.at[at])
-            part = weight_slots.at[at]
-            part = part.transpose((1, 0)) if class_axis == 0 else part
-            plgpu.wgmma(product, hidden_slots.at[at, pl.ds(warpgroup * _ROWS, _ROWS)], part)
-            plgpu.wgmma_wait(1)  # the step before has ended
-            pl.when(k > 0)(lambda: plgpu.barrier_arrive(empty.at[_stage(before + k - 1, hidden_slots)]))
-
-        return product[...]
-
-    product = pl.run_scoped(multiply, plgpu.ACC((_ROWS, TILE_CLASSES), jnp.float32))
-    plgpu.barrier_arrive(empty.at[_stage(before + steps - 1, hidden_slots)])
-    return product
 
 
 def reduce_logits(tile, x, numbers, results, staging, *, has_scale, has_bias, classes):
@@ -431,7 +326,7 @@ def reduce_logits(tile, x, numbers, results, staging, *, has_scale, has_bias, cl
     stored, (maxima, sums, scores, *exponents) = results[: len(staging)], results[len(staging) :]
     at, cap = (tile.column, tile.rows), tile.soft_cap
     if cap is not None:
-        x = fused.fused(_capped, (cap,), [x], LAYOUT)
+        x = fused.fused(_capped, (cap,), [x], matmul.LAYOUT)
 
     @pl.when(tile.has_label)
     def _():
@@ -442,7 +337,7 @@ def reduce_logits(tile, x, numbers, results, staging, *, has_scale, has_bias, cl
     maxima[at] = m
     m = online.shift(m)
     # What needs a weight twice takes registers for both, which there are for a part of the columns.
-    columns = _DEPTH if staging and (exponents or cap is not None) else TILE_CLASSES
+    columns = matmul.DEPTH if staging and (exponents or cap is not None) else TILE_CLASSES
     totals, products = [], []
     for first in range(0, TILE_CLASSES, columns):
         score = lax.slice(x, (0, first), (len(x), first + columns))
@@ -486,11 +381,11 @@ def _differentiate(tile, x, numbers, results, staging, *, has_entropy, classes):
     numbers, cap, of_scale = [tile.number(each) for each in numbers], tile.soft_cap, []
     # What needs a score behind its weight takes registers for both, which there are for a part of the columns.
     is_whole = cap is None and not sums
-    columns = TILE_CLASSES if is_whole else _DEPTH
+    columns = TILE_CLASSES if is_whole else matmul.DEPTH
     for first in range(0, TILE_CLASSES, columns):
         score = x if is_whole else lax.slice(x, (0, first), (len(x), first + columns))
         unit, m, a, b, *e = (functools.partial(along_rows, number, score.shape) for number in numbers)
-        bent = None if cap is None else fused.fused(_bent, (cap,), [score], LAYOUT)
+        bent = None if cap is None else fused.fused(_bent, (cap,), [score], matmul.LAYOUT)
         score = score if bent is None else cap * bent
         exponent = (score - m()) * unit()
         weights = jnp.exp2(exponent)
