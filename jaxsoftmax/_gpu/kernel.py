@@ -35,6 +35,11 @@ def written_in_place(run: Callable[..., Any], array: jax.Array, *others: jax.Arr
     In a loop XLA must not fuse the kernel with what it reads: it would forget that one operand is written in place. What XLA
     itself computes from each entry of an array takes memory of its own (JAX 0.11.2).
     """
-    array, *others = lax.optimization_barrier((array, *others))
-    (array,) = pl.run_state(lambda refs: run(*others, *refs))([array])
-    return lax.optimization_barrier(array)
+    before, *read = lax.optimization_barrier((array, *others))
+    (written,) = pl.run_state(lambda refs: run(*read, *refs))([before])
+    return lax.optimization_barrier(written)
+
+
+def unwritten(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Returns an array whose memory holds anything, the result of a kernel that writes nothing."""
+    return kernel_of(lambda array: None, out_type=jax.ShapeDtypeStruct(shape, dtype), kernel_name="unwritten_mosaic")()

@@ -620,7 +620,7 @@ def test_examples_that_share_a_weight_do_not_copy_it(wrt):
 @pytest.mark.usefixtures("parts", "x64")
 def test_second_derivatives_of_parts_that_are_filled_up(reduction, monkeypatch):
     """Rows that fill up the last part leave the gradient of the weight alone, also where a bias excludes a class."""
-    monkeypatch.setattr(linear_terms, "_ONE_BLOCK", 128 * CLASSES * 8)
+    monkeypatch.setattr(linear_terms, "ONE_BLOCK", 128 * CLASSES * 8)
     arrays = given(rows=(210,))
     arrays["bias"][5] = -np.inf
     arrays["labels"][arrays["labels"] == 5] = 6

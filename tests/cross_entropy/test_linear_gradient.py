@@ -358,7 +358,7 @@ OTHERS = [(1000, 256, 50304, 0), (2050, 1024, 4104, 0), (130, 192, 264, 0), (1, 
 def test_native_results_and_gradients(shape, kind, monkeypatch):
     """The sum of weighted losses and its gradients, in several parts of rows or blocks of classes, against whole logits."""
     monkeypatch.setattr(parts, "MOST_WITH_GRADIENT", 512 * shape[2] * 2)
-    monkeypatch.setattr(linear_terms, "_ONE_BLOCK", 512 * shape[2] * 2)
+    monkeypatch.setattr(linear_terms, "ONE_BLOCK", 512 * shape[2] * 2)
     options = dict(KINDS[kind])
     operands = operands_of(shape, **{name: options.pop(name) for name in ("has_bias", "is_scaled") if name in options})
     if "logits_soft_cap" in options and "bias" in operands:

@@ -29,9 +29,9 @@ ALL = {"return_entropy": True, "return_lse": True}
 @pytest.fixture
 def blocks(monkeypatch):
     """Makes several blocks of classes, the last one smaller, and several parts of rows."""
-    monkeypatch.setattr(linear_terms, "_LEAST_CLASSES", 128)
+    monkeypatch.setattr(linear_terms, "LEAST_CLASSES", 128)
     monkeypatch.setattr(parts, "MOST", 128 * CLASSES * 16)
-    for most in ("_BLOCK", "_ONE_BLOCK"):
+    for most in ("BLOCK", "ONE_BLOCK"):
         monkeypatch.setattr(linear_terms, most, 128 * 128 * 16)
 
 
@@ -346,7 +346,7 @@ def test_logits_are_never_whole(is_differentiated):
         return total(by_blocks(wrt | {"tokens": tokens}, return_entropy=True))
 
     compiled = jax.jit(jax.grad(loss) if is_differentiated else loss).lower(types, tokens).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 3 * linear_terms._ONE_BLOCK < rows * classes * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < 3 * linear_terms.ONE_BLOCK < rows * classes * 4
 
 
 @pytest.mark.parametrize("rows", [1, 100, 8192, 32768, 2**20])
@@ -355,8 +355,8 @@ def test_blocks_are_large_and_have_whole_tiles(rows, classes):
     size = linear_terms._classes_of_block(classes, rows * 6)
     rest = classes % size
     assert size == classes or (size % 128 == 0 and size < classes)
-    assert size >= min(classes, linear_terms._LEAST_CLASSES // 2) - 128
-    assert rows * size * 6 <= linear_terms._ONE_BLOCK or size <= linear_terms._LEAST_CLASSES
+    assert size >= min(classes, linear_terms.LEAST_CLASSES // 2) - 128
+    assert rows * size * 6 <= linear_terms.ONE_BLOCK or size <= linear_terms.LEAST_CLASSES
     assert rest % 128 == 0 or rest < 128 * (classes // size + 1)
 
 

@@ -392,8 +392,8 @@ def test_interpreted_log_probs_of_a_low_temperature_have_one_class_left(temperat
 @pytest.mark.parametrize("shape", cases.every_other(SHAPES), ids=cases.ident)
 def test_interpreted_gradients_of_log_probs_are_right(shape, is_scaled, has_entropy, monkeypatch):
     """Against the reference, which rounds the gradient of logits as the kernel does. Labels are of all tiles, and of none."""
-    monkeypatch.setattr(linear_terms, "_LEAST_CLASSES", 256)
-    for most in ("_BLOCK", "_ONE_BLOCK"):
+    monkeypatch.setattr(linear_terms, "LEAST_CLASSES", 256)
+    for most in ("BLOCK", "ONE_BLOCK"):
         monkeypatch.setattr(linear_terms, most, 256 * (shape[0] * 2 + 4 * shape[1]))
     hidden, weight, tokens = given(*shape, "bfloat16", factor=4)
     tokens[7:9] = NO_ROW
@@ -423,7 +423,7 @@ def test_interpreted_gradients_of_log_probs_are_right(shape, is_scaled, has_entr
 
 def test_interpreted_gradients_of_several_parts_of_rows_in_a_block(monkeypatch):
     """Rows that fill up the last part have the scale 0, whose exponents must not become NaN in the gradient of the weight."""
-    monkeypatch.setattr(linear_terms, "_ONE_BLOCK", 128 * 320 * 2)
+    monkeypatch.setattr(linear_terms, "ONE_BLOCK", 128 * 320 * 2)
     hidden, weight, tokens = given(130, 64, 320, 1, "bfloat16")
     tokens = np.clip(tokens, 0, 319)
     scale, x = 1 / temperatures(130), np.float64(hidden) @ np.float64(weight)
@@ -481,8 +481,8 @@ def gradients_in_float64(hidden, weight, x, tokens, cap, scale, m, d, a, b, e=No
 )
 def test_interpreted_gradients_with_a_bias_or_a_cap_are_right(shape, kind, by_scale, monkeypatch):
     """Differentiates by all operands, in blocks of classes. The kernel rounds the gradient of logits to 16 bits."""
-    monkeypatch.setattr(linear_terms, "_LEAST_CLASSES", 256)
-    for most in ("_BLOCK", "_ONE_BLOCK"):
+    monkeypatch.setattr(linear_terms, "LEAST_CLASSES", 256)
+    for most in ("BLOCK", "ONE_BLOCK"):
         monkeypatch.setattr(linear_terms, most, 256 * (shape[0] * 2 + 4 * shape[1]))
     hidden, weight, tokens = given(*shape, "bfloat16", factor=4)
     has_bias, cap = LAYERS.get(kind, (False, None))

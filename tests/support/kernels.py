@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -254,6 +255,44 @@ def assert_ran(what: choose.Explanation | str, implementation: str) -> None:
         cases.assert_all_run_on(implementation, what)
 
 
+_is_adding = threading.local()  # whether the copy that this thread starts adds
+
+
+class _Copy(gpu_callbacks.AsyncCopySmemToGmemTask):
+    """A copy to global memory that may add to what is there, which JAX 0.11 and 0.12 do not interpret."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.adds = getattr(_is_adding, "value", False)
+
+    def __call__(self, tma_thread_id: int) -> None:
+        if not self.adds:
+            return super().__call__(tma_thread_id)
+        memory = gpu_callbacks._get_shared_memory()
+        self.pre_read(tma_thread_id, memory)
+        value = memory.get_buffer_content(
+            self.src_allocation_key, self.src_access, self.thread, logging_info=self.logging_info
+        )[0]
+        self.post_read(tma_thread_id, memory)
+        own, shape = self.dst_allocation_key, tuple(memory.buffer_shape_and_dtype(self.dst_allocation_key).shape)
+        store = gpu_callbacks._clip_store_to_shape(self.dst_access, value, shape)
+        if store is not None:
+            before = memory.get_buffer_content(own, store[0], self.thread, logging_info=self.logging_info)[0]
+            memory.store_buffer_content(own, store[0], before + store[1], self.thread, logging_info=self.logging_info)
+        return self.post_write(tma_thread_id, memory)
+
+
+def _with_additions(copy: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the interpreter's copy to global memory, which also adds."""
+
+    def copied(*, reduction_op: Any, **options: Any) -> Any:
+        assert reduction_op is None or "add" in str(reduction_op).lower(), reduction_op
+        _is_adding.value = reduction_op is not None
+        return copy(reduction_op=None, **options)
+
+    return copied
+
+
 def interpreted(f: Callable[..., Any], *args: Any) -> Any:
     """Returns `f(*args)` with its Pallas kernels interpreted on the CPU. Fails if there is none, or if one has a data race."""
     states = []
@@ -265,7 +304,8 @@ def interpreted(f: Callable[..., Any], *args: Any) -> Any:
 
     cpu = jax.devices("cpu")[0]
     params = plgpu.InterpretGPUParams(detect_races=True)
-    with mock.patch.object(gpu_callbacks, "GPURaceDetectionState", recorded), jax.default_device(cpu):
+    copies = {"AsyncCopySmemToGmemTask": _Copy, "copy_smem_to_gmem": _with_additions(gpu_callbacks.copy_smem_to_gmem)}
+    with mock.patch.multiple(gpu_callbacks, GPURaceDetectionState=recorded, **copies), jax.default_device(cpu):
         try:
             with plgpu.force_gpu_interpret_mode(params):
                 results = jax.block_until_ready(f(*args))

@@ -43,9 +43,9 @@ _OF_CLASSES = {"weight": 2, "bias": 1, "t_weight": 2, "t_bias": 1}  # operands t
 # Bytes that a block of classes takes, and those that a single block may take. A block that holds all classes needs no copies of
 # the weight, and adds nothing up: 8192 rows, 2048 units and 32000 classes took 5.74 ms in two blocks, and 5.44 in one. Those of
 # 4096 units and 128256 classes took 51.1 ms and 644 MB with this size, and 51.4 ms and 791 MB with 512 MiB (H200, 1e4109a).
-_BLOCK, _ONE_BLOCK = 3 * 2**27, 3 * 2**28
+BLOCK, ONE_BLOCK = 3 * 2**27, 3 * 2**28
 # Classes of a block, unless there are fewer. Each block reads and writes the gradient of `hidden` once more.
-_LEAST_CLASSES = 8192
+LEAST_CLASSES = 8192
 _TILE = 128  # classes of one tile of tensor cores
 
 
@@ -275,7 +275,7 @@ def _gradient_of_logits(head, wants_scale, hidden, layer, labels, **of_rows):
 
 
 def gradients_by_blocks(
-    head, wrt, gradient, bytes_of_logit, weight, bias=None, *, is_one_device=True, **rows
+    head, wrt, gradient, bytes_of_logit, weight, bias=None, *, empty=jnp.zeros, is_one_device=True, **rows
 ) -> list[jax.Array]:
     """Computes gradients by the operands `wrt`, for one block of classes after another.
 
@@ -287,6 +287,7 @@ def gradients_by_blocks(
       bytes_of_logit: bytes of memory that `gradient` takes for each logit.
       weight: the weight.
       bias: the bias, or None.
+      empty: makes an array of this shape and dtype, of which each entry is written.
       is_one_device: False if devices may share the classes on automatic mesh axes.
       **rows: the other operands.
     """
@@ -300,7 +301,7 @@ def gradients_by_blocks(
         """Computes the gradients of a block by what belongs to classes, and its share of those by what belongs to rows."""
         own = {name: _cut(each, start, size, axes[name]) for name, each in layer.items()}
         bytes_of_row = own["weight"].shape[axis] * bytes_of_logit
-        n_parts = sizes(hidden.shape[0], bytes_of_row, _ONE_BLOCK)[1]
+        n_parts = sizes(hidden.shape[0], bytes_of_row, ONE_BLOCK)[1]
         product_dtype = kind if is_one_device and n_parts > 1 else weight.dtype
 
         def part(sums, of_rows):
@@ -317,7 +318,7 @@ def gradients_by_blocks(
             found += [of_scale] if "scale" in wrt else []
             return more if sums is None else jax.tree.map(jnp.add, sums, more), found
 
-        sums, found = by_parts(jax.checkpoint(part), _ONE_BLOCK, bytes_of_row, rows)
+        sums, found = by_parts(jax.checkpoint(part), ONE_BLOCK, bytes_of_row, rows)
         return sums, dict(zip([name for name in ("hidden", "scale") if name in wrt], found, strict=True))
 
     def add(carry, start, size):
@@ -335,7 +336,7 @@ def gradients_by_blocks(
     if size == classes:
         sums, found = block(0, classes)
     else:
-        whole = {name: jnp.zeros(kept.shape, kept.dtype) for name, kept in types.items() if name in layer}
+        whole = {name: empty(kept.shape, kept.dtype) for name, kept in types.items() if name in layer}
         totals = {name: jnp.zeros(kept.shape, kind) for name, kept in types.items() if name in rows}
         leaves, tree = jax.tree.flatten((whole, totals))
         carry = jax.tree.unflatten(tree, sharding.vary_alike([hidden, *leaves])[1:])
@@ -358,12 +359,10 @@ def _classes_of_block(classes, bytes_of_class) -> Any:
     """
     if not (isinstance(classes, int) and isinstance(bytes_of_class, int)):
         return classes
-    if classes * bytes_of_class <= _ONE_BLOCK:
-        blocks = 1
-    else:
-        blocks = -(-classes // max(_BLOCK // max(bytes_of_class, 1), _LEAST_CLASSES))
+    is_one = classes * bytes_of_class <= ONE_BLOCK
+    blocks = 1 if is_one else -(-classes // max(BLOCK // max(bytes_of_class, 1), LEAST_CLASSES))
     tiles = classes // _TILE
-    if classes % _TILE and classes > _LEAST_CLASSES:
+    if classes % _TILE and classes > LEAST_CLASSES:
         return max(tiles // blocks, 1) * _TILE
     return -(-tiles // blocks) * _TILE if blocks > 1 else classes
 

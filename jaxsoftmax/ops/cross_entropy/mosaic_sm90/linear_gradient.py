@@ -27,7 +27,7 @@ from jaxsoftmax._gpu.kernel import kernel_of, written_in_place
 from jaxsoftmax.ops.cross_entropy import across_devices, linear_terms, parts, xla
 from jaxsoftmax.ops.cross_entropy.linear_gradient import LINEAR_CROSS_ENTROPY_GRADIENT
 from jaxsoftmax.ops.cross_entropy.linear_parts import gradients_of_layer
-from jaxsoftmax.ops.cross_entropy.mosaic_sm90 import linear_loss
+from jaxsoftmax.ops.cross_entropy.mosaic_sm90 import linear_blocks, linear_loss
 from jaxsoftmax.ops.cross_entropy.mosaic_sm90.linear_loss import TILE_CLASSES
 
 _COLUMNS = 64  # columns that registers hold at a time
@@ -80,9 +80,8 @@ def _by_blocks(blocks, params, operands) -> tuple[list[jax.Array], dict[str, jax
     numbers = xla.factors(factors, terms[1], 0, head.z_loss, 1)
     b = jnp.where((factors != 0) & (d == 0), jnp.nan, numbers["b"])  # of a row of no scores, whose loss is NaN
     operands |= {"labels": own_labels[:, None], "m": m, "d": d, "a": numbers["a"], "b": b[:, None]}
-    gradient = functools.partial(linear_loss.gradient_of_logits, of_log_probs, blocks, False)
-    own, of_layer = operands["hidden"].dtype.itemsize, tuple([name for name in wrt if name != "scale"])
-    gradients = linear_terms.gradients_by_blocks(of_log_probs, of_layer, gradient, own, **operands)
+    of_layer = tuple([name for name in wrt if name != "scale"])
+    gradients = linear_blocks.by_blocks(of_log_probs, of_layer, blocks, operands)
     found = dict(zip(of_layer, gradients, strict=True)) | _by_scale(params, factors, scale, terms)
     return head.of_terms(terms, 1)[: 2 + head.return_entropy], found
 

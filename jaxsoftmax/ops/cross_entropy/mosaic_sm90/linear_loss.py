@@ -26,30 +26,37 @@ from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._core.target import ONE_DEVICE, Target
 from jaxsoftmax._gpu import fused, matmul
-from jaxsoftmax.ops.cross_entropy import linear_terms, parts, xla
+from jaxsoftmax.ops.cross_entropy import linear_terms, parts
 from jaxsoftmax.ops.softmax.across_devices import merge_stacked
 
 TILE_CLASSES = matmul.COLUMNS
 # More tiles of rows are filled up to an even number, for clusters of two blocks: a thirtieth more for a thirtieth less time.
 _ALWAYS_PAIRED = 32
 LOG2E = math.log2(math.e)
-_LEAST_EXPONENT = -1000.0  # in base 2: the weight of a smaller one is 0, and an infinite one times that is NaN
+LEAST_EXPONENT = -1000.0  # in base 2: the weight of a smaller one is 0, and an infinite one times that is NaN
 
 
 @dataclass(frozen=True)
 class LinearLossPlan:
-    """Runs an operation of `linear_terms.py` without writing the logits."""
+    """Runs `linear_log_probs` without writing the logits."""
 
     problem: Problem
     blocks: int  # one for each multiprocessor
     remark = None
 
     def describe(self) -> str:
-        return describe(has_staging=self.problem.operation is linear_terms.LINEAR_LOG_PROBS_VJP)
+        return describe(has_staging=False)
 
     def run(self, **operands: Any) -> list[jax.Array]:
-        """Computes the results of the operation from its operands."""
-        return _COMPUTE[self.problem.operation](self.blocks, self.problem.params, linear_terms.present(**operands))
+        """Computes the results of the operation from its operands. A scale is positive, or NaN."""
+        head, return_entropy = self.problem.params["head"], self.problem.params.get("return_entropy", False)
+
+        def of_one(hidden, weight, labels, **options):
+            terms = terms_of_rows(head, self.blocks, hidden, weight, labels[:, 0], return_entropy=return_entropy, **options)
+            m, d, score, *exponents = terms
+            return [m, d, score[:, None], *exponents]
+
+        return linear_terms.of_batch(of_one, linear_terms.present(**operands), ONE_DEVICE)
 
 
 def describe(*, has_staging: bool) -> str:
@@ -60,17 +67,17 @@ def describe(*, has_staging: bool) -> str:
 
 
 def plan(problem: Problem, target: Target) -> LinearLossPlan | Refusal:
-    """Plans a problem of an operation of `linear_terms.py`."""
-    if problem.operation not in _COMPUTE:
-        return Refusal(f"it has no kernel for {problem.operation.name}", lacks_kernel=True)
+    """Plans a problem of `linear_log_probs`."""
+    return refusal_of_terms(problem) or refusal_of_layer(problem) or LinearLossPlan(problem, target.multiprocessors)
+
+
+def refusal_of_terms(problem: Problem) -> Refusal | None:
+    """Returns why kernels cannot compute these terms of rows, or their derivatives, or None."""
     if problem.params.get("return_total", False) or "c" in problem.operands:
         return Refusal("no kernel adds up scores, as label smoothing does")
     if problem.operands["labels"].shape[-1] != 1:
         return Refusal(f"a kernel finds one label of a row, got {problem.operands['labels'].shape[-1]}")
-    is_gradient = problem.operation is linear_terms.LINEAR_LOG_PROBS_VJP
-    if is_gradient and len(problem.operands["labels"].shape) > 2:
-        return Refusal("the examples of a batch have gradients of the weight of their own")
-    return refusal_of_layer(problem) or LinearLossPlan(problem, target.multiprocessors)
+    return None
 
 
 def refusal_of_layer(problem: Problem, dtypes: tuple[str, ...] = ("bfloat16", "float16")) -> Refusal | None:
@@ -89,30 +96,6 @@ def refusal_of_layer(problem: Problem, dtypes: tuple[str, ...] = ("bfloat16", "f
     if not math.prod(weight.shape[-2:]):
         return Refusal(f"weight must have entries, got shape {weight.shape}")
     return None
-
-
-def _log_prob_terms(blocks, params, operands) -> list[jax.Array]:
-    """Computes the results of linear_log_probs. A scale is positive, or NaN."""
-
-    def of_one(hidden, weight, labels, **options):
-        options["return_entropy"] = params.get("return_entropy", False)
-        m, d, score, *exponents = terms_of_rows(params["head"], blocks, hidden, weight, labels[:, 0], **options)
-        return [m, d, score[:, None], *exponents]
-
-    return linear_terms.of_batch(of_one, operands, ONE_DEVICE)
-
-
-def _gradients(blocks, params, operands) -> list[jax.Array]:
-    """Computes the results of linear_log_probs_vjp; XLA makes two of the three products."""
-    gradient = functools.partial(gradient_of_logits, params["head"], blocks, "scale" in params["wrt"])
-    own = operands["hidden"].dtype.itemsize
-    return linear_terms.gradients_by_blocks(params["head"], params["wrt"], gradient, own, **operands)
-
-
-_COMPUTE = {
-    linear_terms.LINEAR_LOG_PROBS: _log_prob_terms,
-    linear_terms.LINEAR_LOG_PROBS_VJP: _gradients,
-}
 
 
 def terms_of_rows(head, blocks, hidden, weight, labels, bias=None, scale=None, return_entropy=False) -> list[jax.Array]:
@@ -154,43 +137,12 @@ def merged(of_tiles, labels, classes, scale) -> list[jax.Array]:
     return [online.shift(m), d, score, *exponents]
 
 
-def gradient_of_logits(head, blocks, wants_scale, hidden, layer, labels, m, d, a=None, b=None, e=None, scale=None):
-    """Computes `LogProbHead.gradient` of a layer, by a scale that is positive."""
-    weight, rows = layer["weight"], hidden.shape[0]
-    classes, zeros = weight.shape[head.class_axis], jnp.zeros(rows, jnp.float32)
-    factor = 1.0 if scale is None else scale
-    # A row where both numbers are 0 may hold anything.
-    has_weights = functools.reduce(jnp.logical_or, [each != 0 for each in (a, e) if each is not None], jnp.zeros(rows, bool))
-    counts = (labels[:, 0] != xla.NO_ROW) & (d != 0) & has_weights
-    a, e = (zeros if each is None else jnp.where(counts, each * factor / jnp.where(counts, d, 1), 0) for each in (a, e))
-    b = zeros if b is None else b[:, 0] * factor
-    # In base 2, the exponent is `(x - m) * unit`, and the weight times `a + e * exponent` is the gradient. A row that does not
-    # count has weights of 0: those of a bias alone may be infinite.
-    numbers = [zeros + LOG2E * factor, jnp.where(counts, m, jnp.inf), a, b]
-    numbers += [] if e is zeros else [e / LOG2E]
-    operands = in_tiles(head.class_axis, hidden, weight, labels[:, 0], *(number.astype(jnp.float32) for number in numbers))
-    tiled = len(operands[2])
-    sums = [jax.ShapeDtypeStruct((pl.cdiv(classes, TILE_CLASSES), tiled), jnp.float32)] if wants_scale else []
-    gradient, *of_scale = launch(
-        functools.partial(_differentiate, has_entropy=e is not zeros, classes=classes),
-        head,
-        blocks,
-        operands,
-        layer.get("bias"),
-        [jax.ShapeDtypeStruct((tiled, -(-classes // 64) * 64), hidden.dtype), *sums],
-        name="linear_log_probs_gradient_mosaic",
-        staged=True,
-    )
-    if wants_scale:  # a row whose numbers all are 0 may hold anything
-        of_scale = [jnp.where((a != 0) | (b != 0) | (e != 0), jnp.sum(sums, 0)[:rows] / factor, 0) for sums in of_scale]
-    return gradient[:rows, :classes], of_scale[0] if wants_scale else None
-
-
-def in_tiles(class_axis, hidden, weight, labels, *numbers) -> list[jax.Array]:
+def in_tiles(class_axis, hidden, weight, labels, *numbers, window=None) -> list[jax.Array]:
     """Returns the operands of `launch` in whole tiles: the tiles with a label are `[tiles of classes, rows / 64]`."""
     rows = rows_in_tiles(len(labels))
     tiled = padded_to(rows, labels, otherwise=-1)
-    tiles = jnp.arange(pl.cdiv(weight.shape[class_axis], TILE_CLASSES), dtype=labels.dtype)
+    classes = weight.shape[class_axis] if window is None else window.size
+    tiles = jnp.arange(pl.cdiv(classes, TILE_CLASSES), dtype=labels.dtype)
     has_label = (tiled // TILE_CLASSES).reshape(1, -1, matmul.ROWS) == tiles[:, None, None]
     hidden, weight = padded_to(rows, padded(hidden, 1, matmul.DEPTH)), padded(weight.astype(hidden.dtype), *_units(class_axis))
     return [hidden, weight, tiled, jnp.any(has_label, -1).astype(jnp.int32), *(padded_to(rows, each) for each in numbers)]
@@ -351,7 +303,7 @@ def reduce_logits(tile, x, numbers, results, staging, *, has_scale, has_bias, cl
         weights = jnp.exp2(exponent)
         totals.append(jnp.sum(weights, 1))
         if exponents:
-            products.append(jnp.sum(weights * jnp.maximum(exponent, _LEAST_EXPONENT), 1))
+            products.append(jnp.sum(weights * jnp.maximum(exponent, LEAST_EXPONENT), 1))
         for stage in staging:
             if cap is not None:  # beyond the last class the score is infinite
                 bent = jnp.maximum(score, -cap) * (1 / cap)
@@ -360,59 +312,22 @@ def reduce_logits(tile, x, numbers, results, staging, *, has_scale, has_bias, cl
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left
             stage[:, pl.ds(first, columns)] = weights.astype(stage.dtype)
     for stage, array in zip(staging, stored, strict=True):
-        _store(tile, stage, array)
+        store(tile, stage, array)
     sums[at] = functools.reduce(jnp.add, totals)
     for sums_of_exponents in exponents:
         sums_of_exponents[at] = functools.reduce(jnp.add, products) * (1 / LOG2E)
 
 
-def _store(tile, stage, array):
+def store(tile, stage, array):
     """Stores what shared memory has of a tile."""
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(stage, array.at[tile.rows, pl.ds(tile.first, TILE_CLASSES)])
 
 
-def _differentiate(tile, x, numbers, results, staging, *, has_entropy, classes):
-    """Turns the logits of a tile into their gradient, and stores it by way of shared memory; columns of no class hold any.
-
-    A second result is the sum over the classes of the gradient by the scores times the capped logits.
-    """
-    (gradient, *sums), (stage,) = results, staging
-    numbers, cap, of_scale = [tile.number(each) for each in numbers], tile.soft_cap, []
-    # What needs a score behind its weight takes registers for both, which there are for a part of the columns.
-    is_whole = cap is None and not sums
-    columns = TILE_CLASSES if is_whole else matmul.DEPTH
-    for first in range(0, TILE_CLASSES, columns):
-        score = x if is_whole else lax.slice(x, (0, first), (len(x), first + columns))
-        unit, m, a, b, *e = (functools.partial(along_rows, number, score.shape) for number in numbers)
-        bent = None if cap is None else fused.fused(_bent, (cap,), [score], matmul.LAYOUT)
-        score = score if bent is None else cap * bent
-        exponent = (score - m()) * unit()
-        weights = jnp.exp2(exponent)
-        factor = a() + e[0]() * jnp.maximum(exponent, _LEAST_EXPONENT) if has_entropy else a()
-
-        def with_label(total, b=b, first=first):
-            return total + jnp.where(tile.is_label(total.shape, first), b(), 0.0)
-
-        total = weights * factor  # a branch for each part would spill registers
-        total = lax.cond(tile.has_label, with_label, lambda total: total, total) if is_whole else with_label(total)
-        if sums:  # the product is NaN if a bias of -inf excludes the class, or if the weight beyond the last class is infinite
-            shares = tile.of_own_classes(jnp.where(total != 0, total * score, 0.0), classes, 0.0, first)
-            of_scale.append(jnp.sum(shares, 1))
-        if bent is not None:
-            total *= 1 - bent * bent
-        if first == 0:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left
-        stage[:, pl.ds(first, columns)] = total.astype(stage.dtype)
-    _store(tile, stage, gradient)
-    for result in sums:
-        result[tile.column, tile.rows] = functools.reduce(jnp.add, of_scale)
-
-
-def _bent(soft_cap, x):
+def bent(soft_cap, x):
     """Returns capped logits in units of the cap."""
     return fused.tanh(x * (1 / soft_cap))
 
 
 def _capped(soft_cap, x):
-    return soft_cap * _bent(soft_cap, x)
+    return soft_cap * bent(soft_cap, x)
