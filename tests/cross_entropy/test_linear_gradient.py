@@ -133,15 +133,24 @@ def test_interpreted_gradients_that_are_asked_for(shape, wrt):
     check(found, expected)
 
 
-@pytest.mark.parametrize(("rows", "class_axis"), [(300, 0), (300, 1), (200, 1)])
-def test_interpreted_gradients_of_several_parts_of_rows(rows, class_axis, monkeypatch):
-    """The last part is filled up. A weight in float32 is cast once, and its gradient is not rounded."""
-    shape = (rows, 64, 512, class_axis)
+@pytest.mark.parametrize(
+    ("rows", "class_axis", "size", "weight_dtype"),
+    [
+        *[(300, 0, 64, "float32"), (300, 1, 512, "float32"), (200, 1, 64, "float32")],
+        *[(300, 0, 512, "bfloat16"), (300, 1, 64, "bfloat16"), (200, 1, 512, "bfloat16")],
+    ],
+)
+def test_interpreted_gradients_of_several_parts_of_rows(rows, class_axis, size, weight_dtype, monkeypatch):
+    """The last part is filled up. Kernels add up over parts; with few hidden units XLA multiplies by the weight.
+
+    A weight in float32 is cast once, and its gradient is not rounded.
+    """
+    shape = (rows, size, 512, class_axis)
     monkeypatch.setattr(parts, "MOST_WITH_GRADIENT", 128 * 512 * 2)
     operands, head = operands_of(shape, has_bias=True, is_scaled=True), head_of(shape, return_entropy=True)
-    operands["weight"] = operands["weight"].astype(jnp.float32)
+    operands["weight"] = operands["weight"].astype(weight_dtype)
     found = run(head, wrt_of(operands), operands)
-    assert found["weight"].dtype == jnp.float32
+    assert found["weight"].dtype == weight_dtype
     check(found, in_float64(head, operands))
 
 

@@ -1,6 +1,7 @@
 """The kernel of a linear layer's losses on Hopper: lowered and interpreted here, and held against float64 on such a GPU."""
 
 import functools
+import re
 from dataclasses import replace
 
 import jax
@@ -440,6 +441,76 @@ def test_interpreted_gradients_of_several_parts_of_rows_in_a_block(monkeypatch):
         assert np.linalg.norm(np.float64(gradient) - expected[name]) <= 0.004 * np.linalg.norm(expected[name]), name
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "weight_dtype", "multiprocessors"),
+    [
+        ((256, 192, 832, 1), "bfloat16", None, 2),
+        ((130, 128, 704, 0), "float16", None, 4),
+        pytest.param((250, 128, 832, 0), "bfloat16", "float32", 2, marks=pytest.mark.slow),
+        pytest.param((250, 128, 832, 1), "bfloat16", None, 32, marks=pytest.mark.slow),
+    ],
+    ids=cases.ident,
+)
+def test_interpreted_products_in_place_are_right(shape, dtype, weight_dtype, multiprocessors, monkeypatch):
+    """In blocks of one tile. The third kernel multiplies where it has enough tiles for the multiprocessors, else XLA."""
+    monkeypatch.setattr(linear_terms, "LEAST_CLASSES", 256)
+    for most in ("BLOCK", "ONE_BLOCK"):
+        monkeypatch.setattr(linear_terms, most, 256 * 256 * 2)
+    hidden, weight, tokens = given(*shape, dtype, factor=4)
+    weight, scale, bias = weight.astype(weight_dtype or dtype), 1 / temperatures(shape[0]), bias_of(shape[2], True)
+    tokens = np.where(tokens < shape[2], tokens, -1)
+    tokens[bias[tokens] < LEFT_OUT] = 2  # else the derivative by the scale is infinite
+    tokens[7:9] = NO_ROW
+    of_class = weight if shape[3] else weight.T
+    x = np.float64(hidden) @ np.float64(of_class) + np.float64(bias)
+    numbers, wrt = state_and_numbers(x, tokens, None, scale), ("hidden", "weight", "bias", "scale")
+    operands = {"hidden": hidden, "weight": weight, "labels": tokens[:, None], "scale": scale, "bias": bias} | numbers
+    problem = plans.linear_problem_of(LogProbHead(shape[3], None, None), jax.tree.map(jax.typeof, operands), wrt=wrt)
+    plan = plans.plan_of(problem, replace(HOPPER, multiprocessors=multiprocessors))
+    assert plan.classes == 256
+    found = kernels.interpreted(lambda operands: plan.run(**operands), jax.tree.map(jnp.asarray, operands))
+    expected = gradients_in_float64(hidden, of_class, x, tokens, None, scale, **numbers)
+    expected["weight"] = expected["weight"] if shape[3] else expected["weight"].T
+    for name, gradient in zip(wrt, found, strict=True):
+        assert gradient.dtype == operands[name].dtype
+        most = 1e-5 if name == "scale" else 0.004
+        assert np.linalg.norm(np.float64(gradient) - expected[name]) <= most * np.linalg.norm(expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("shape", "classes"),
+    [
+        ((8192, 4096, 128256, 1), 19968),
+        ((8192, 4096, 128256, 0), 19968),
+        ((16384, 4096, 151936, 1), 8448),
+        ((8192, 2048, 32000, 1), 32000),  # one block
+        ((1024, 2048, 32000, 1), None),  # too few tiles
+        ((5000, 3072, 50257, 1), None),  # not aligned
+        ((8192, 4096, 128264, 0), None),  # likewise
+        ((65536, 1024, 32000, 1), None),  # the rows of a block are in parts
+    ],
+    ids=cases.ident,
+)
+def test_blocks_that_are_multiplied_in_place(shape, classes):
+    arrays, head = types(*shape, "bfloat16"), LogProbHead(shape[3], None, None)
+    operands = dict(zip(("hidden", "weight", "labels"), arrays, strict=True))
+    operands["labels"] = jax.ShapeDtypeStruct((shape[0], 1), jnp.int32)
+    of_rows = {name: jax.ShapeDtypeStruct(shape[:1], jnp.float32) for name in "mda"}
+    plan = plans.plan_of(plans.linear_problem_of(head, operands | of_rows, wrt=("hidden", "weight")))
+    assert plan.classes == classes
+
+    def loss(hidden, weight):
+        return jnp.sum(jaxsoftmax.linear_log_probs(hidden, weight, jnp.zeros(shape[0], int), class_axis=shape[3]))
+
+    lowered = jax.jit(jax.grad(loss, (0, 1))).trace(*arrays[:2]).lower(lowering_platforms=("cuda",)).as_text()
+    names = set(kernels.kernel_names(lowered))
+    in_place = {"unwritten_mosaic", "linear_weight_gradient_mosaic", "linear_hidden_gradient_mosaic"}
+    assert names >= {LOG_PROBS, GRADIENT} | (in_place if classes else set())
+    # Neither the weight nor its gradient is copied.
+    copies = re.findall(rf"dynamic_(?:update_)?slice.*tensor<(?:{shape[1]}x\d+|\d+x{shape[1]})x", lowered)
+    assert not classes or not copies
+
+
 def state_and_numbers(x, tokens, cap, scale, *, has_entropy=True):
     """Returns the state of rows of logits in float64, and numbers that multiply derivatives, 0 in rows that do not count."""
     s = x if cap is None else cap * np.tanh(x / cap)
@@ -672,10 +743,19 @@ def test_native_gradients_with_a_bias_or_a_cap(shape, kind):
 @pytest.mark.gpu
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("n", [None, 3])
-@pytest.mark.parametrize("shape", [(1000, 256, 50257, 1), (3001, 128, 32000, 0), (130, 192, 264, 0)], ids=cases.ident)
-def test_native_gradients_of_log_probs(shape, n):
-    """Of all results together, by all operands, in several blocks of classes."""
+@pytest.mark.parametrize("weight_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *[(1000, 256, 50257, 1), (3001, 128, 32000, 0), (130, 192, 264, 0)],
+        *[(8269, 256, 64064, 1), (8269, 320, 64064, 0), (4100, 4096, 128256, 1), (10240, 2560, 50304, 1)],
+    ],
+    ids=cases.ident,
+)
+def test_native_gradients_of_log_probs(shape, weight_dtype, n):
+    """Of all results together, by all operands, in several blocks of classes, also by products in place."""
     hidden, weight, tokens = given(*shape, "bfloat16")
+    weight = weight.astype(weight_dtype)
     tokens = np.clip(tokens, 0, shape[2] - 1)
     tokens = tokens if n is None else np.stack([tokens, tokens, np.roll(tokens, 1)], 1)
     weight = weight if shape[3] == 1 else weight.T

@@ -4,9 +4,8 @@ A kernel multiplies the hidden states by the weight once more, as `linear_loss.p
 of each tile becomes the gradient of the logits there, which is the result. For the gradient by the scale it adds up, for each
 row and tile, the gradient of the scores times the scores.
 
-Two products turn the gradient of a block's logits into those of the weight and of the hidden states. Kernels read the weight
-where it stands, and write its gradient to its place. XLA would copy a block of each, and fill the gradient with zeros first.
-XLA multiplies if there is one block, and if the sizes of the weight are not aligned.
+The products of the gradient of a block's logits are those of `linear_products.py`. XLA multiplies if there is one block, and if
+the sizes of the weight are not aligned.
 """
 
 import functools
@@ -25,16 +24,11 @@ from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu import fused, matmul
 from jaxsoftmax._gpu.kernel import unwritten
 from jaxsoftmax.ops.cross_entropy import linear_terms, parts, xla
-from jaxsoftmax.ops.cross_entropy.mosaic_sm90 import linear_loss
+from jaxsoftmax.ops.cross_entropy.mosaic_sm90 import linear_loss, linear_products
 from jaxsoftmax.ops.cross_entropy.mosaic_sm90.linear_loss import LOG2E, TILE_CLASSES
 
-# The least share of the time that blocks of threads must have a tile, for a kernel to make the gradient of hidden states.
-# 10240 rows and 2560 units are 800 tiles for 132 blocks, a share of 0.87. The kernel took 1.05 ms for 12288 classes, and XLA,
-# which has other tiles, 0.94 ms. 8192 rows and 4096 units have a share of 0.97: 2.40 and 2.42 ms for 24576 classes (H200).
-_LEAST_OCCUPANCY = 0.9
 # Bytes that memory moves while all blocks of threads multiply tiles by one step of `matmul.DEPTH` (H200: 4.3 TB/s, 0.75 us).
 _BYTES_OF_STEP = 3_200_000
-_CHUNK = 64  # columns of float32 that a consumer stores at a time
 
 
 @dataclass(frozen=True)
@@ -84,10 +78,10 @@ def _classes_of_block(problem, blocks) -> int | None:
     bytes_of_class = rows * problem.operands["hidden"].dtype.itemsize
     if classes % matmul.DEPTH or not linear_loss.is_whole(axis, weight):
         return None
-    if (
-        classes * bytes_of_class <= linear_terms.ONE_BLOCK
-        or linear_terms.LEAST_CLASSES * bytes_of_class > linear_terms.ONE_BLOCK
-    ):
+    if classes * bytes_of_class <= linear_terms.ONE_BLOCK:
+        shapes = (rows, units), weight.shape
+        return classes if all(linear_products.fills(shape, blocks) for shape in shapes) else None
+    if linear_terms.LEAST_CLASSES * bytes_of_class > linear_terms.ONE_BLOCK:
         return None
 
     def waves(tiles_of_classes, size):
@@ -110,7 +104,7 @@ def _in_place(head, wrt, blocks, classes_of_block, *, weight, bias=None, **rows)
     classes, tiled = weight.shape[axis], linear_loss.rows_in_tiles(count)
     rows = {name: parts.filled_up(name, each, tiled) for name, each in rows.items()}
     hidden, labels = rows.pop("hidden"), rows.pop("labels")
-    is_by_kernel = matmul.occupancy(tiled // matmul.TILE_ROWS * pl.cdiv(units, TILE_CLASSES), blocks) >= _LEAST_OCCUPANCY
+    is_by_kernel, options = linear_products.fills((tiled, units), blocks), {"class_axis": axis, "blocks": blocks}
 
     def add(found, start, size):
         first = jnp.reshape(start // matmul.DEPTH, 1)
@@ -120,75 +114,33 @@ def _in_place(head, wrt, blocks, classes_of_block, *, weight, bias=None, **rows)
         layer = {"weight": block} | ({} if bias is None else {"bias": lax.dynamic_slice_in_dim(bias, start, size)})
         own_labels = head.labels_of_block(labels, start, size)
         g, of_scale = gradient_of_logits(head, blocks, "scale" in wrt, hidden, layer, own_labels, window=window, **rows)
-        new = {}
+        new, total = {}, found.get("hidden")
         if "weight" in wrt:
-            new["weight"] = _written(found["weight"], *((hidden, g) if axis == 1 else (g, hidden)), axis, first, blocks)
+            new["weight"] = linear_products.to_weight(found["weight"], g, hidden, first=first, **options)
         if "bias" in wrt:
             of_bias = jnp.sum(g, 0, dtype=jnp.float32)
             new["bias"] = lax.dynamic_update_slice_in_dim(found["bias"], of_bias, start, 0)
         if "hidden" in wrt and is_by_kernel:
-            new["hidden"] = _added(found["hidden"], g, block, axis, window, blocks)
+            new["hidden"] = linear_products.to_hidden(g, block, total=total, window=window, **options)
         elif "hidden" in wrt:
             own = block if window is None else lax.dynamic_slice_in_dim(weight, start, size, axis)
-            new["hidden"] = found["hidden"] + parts.product(g, own, 1, axis, jnp.float32)
+            new["hidden"] = total + parts.product(g, own, 1, axis, jnp.float32)
         if of_scale is not None:
             new["scale"] = found["scale"] + of_scale
         return new
 
-    starts = {"bias": (classes,), "hidden": (tiled, units), "scale": (tiled,)}
+    whole, rest = divmod(classes, classes_of_block)
+    starts = {"bias": (classes,), "scale": (tiled,)} | ({"hidden": (tiled, units)} if whole + rest > 1 else {})
     found = {name: jnp.zeros(shape, jnp.float32) for name, shape in starts.items() if name in wrt}
     found |= {"weight": unwritten(weight.shape, weight.dtype)} if "weight" in wrt else {}
-    whole, rest = divmod(classes, classes_of_block)
-    steps = jnp.arange(whole, dtype=jnp.int32)
-    found, _ = lax.scan(lambda found, i: (add(found, i * classes_of_block, classes_of_block), None), found, steps)
+    if whole == 1:
+        found = add(found, jnp.int32(0), classes_of_block)
+    else:
+        steps = jnp.arange(whole, dtype=jnp.int32)
+        found, _ = lax.scan(lambda found, i: (add(found, i * classes_of_block, classes_of_block), None), found, steps)
     if rest:  # XLA would cast the whole weight, if it saw where the last block starts
         found = add(found, lax.optimization_barrier(jnp.int32(classes - rest)), rest)
     return {name: each[:count] if name in ("hidden", "scale") else each for name, each in found.items()}
-
-
-def _written(array, a, b, axis, first, blocks) -> jax.Array:
-    """Writes a product along the rows of `a` and `b` to its place in an array, which starts at a class."""
-
-    def store(place, x, others, results, staging):
-        (start,), (array,), (stage,) = others, results, staging
-        places = [place.row * matmul.ROWS, place.column * TILE_CLASSES]
-        places[axis] += start[0] * matmul.DEPTH
-        _store(x, stage, array, *places)
-
-    stage = _stage_of(array.dtype)
-    options = {"along": (0, 0), "blocks": blocks, "name": "linear_log_probs_weight_mosaic"}
-    return matmul.multiply(store, a, b, [first], in_place=array, stage=stage, **options)[0]
-
-
-def _added(array, g, weight, axis, window, blocks) -> jax.Array:
-    """Adds the product of gradients of logits and a weight to an array, in float32."""
-
-    def add(place, x, others, results, staging):
-        (array,), (stage,) = results, staging
-        del others
-        _store(x, stage, array, place.row * matmul.ROWS, place.column * TILE_CLASSES, reduction_op="add")
-
-    stage = _stage_of(array.dtype)
-    options = {"along": (1, axis), "blocks": blocks, "name": "linear_log_probs_hidden_mosaic"}
-    return matmul.multiply(add, g, weight, [], in_place=array, stage=stage, window=window, **options)[0]
-
-
-def _stage_of(dtype) -> jax.ShapeDtypeStruct:
-    """Returns the type of the shared memory of a consumer: a tile in 16 bits, or two chunks of float32."""
-    shape = (2, matmul.ROWS, _CHUNK) if dtype.itemsize == 4 else (1, matmul.ROWS, TILE_CLASSES)
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def _store(x, stage, array, row, column, **options):
-    """Stores a tile at its place in an array, by way of shared memory, in chunks."""
-    slots, _, columns = stage.shape
-    for i, first in enumerate(range(0, TILE_CLASSES, columns)):
-        slot = stage.at[i % slots]
-        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)  # what was in the slot has left
-        part = x if columns == TILE_CLASSES else lax.slice(x, (0, first), (len(x), first + columns))
-        slot[...] = part.astype(slot.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(slot, array.at[pl.ds(row, matmul.ROWS), pl.ds(column + first, columns)], **options)
 
 
 def gradient_of_logits(
