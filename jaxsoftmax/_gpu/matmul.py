@@ -26,9 +26,6 @@ LAYOUT = plgpu.Layout.WGMMA
 _SIDE_BY_SIDE = 16  # tiles of rows that blocks go over before the next columns: both operands stay in the L2 cache
 
 
-_FETCH = 2  # the step at which a fetch starts: what the tile before has stored has left shared memory
-
-
 class Window(NamedTuple):
     """Describes the part of the second operand that is multiplied."""
 
@@ -57,7 +54,6 @@ def multiply(
     in_place: jax.Array | None = None,
     window: Window | None = None,
     stage: jax.ShapeDtypeStruct | None = None,
-    fetch: Callable[..., None] | None = None,
 ) -> list[jax.Array]:
     """Multiplies two matrices, and runs `epilogue` on each tile of each consumer.
 
@@ -77,8 +73,6 @@ def multiply(
       in_place: an array that the epilogue writes parts of. It is the only result then.
       window: the part of `b` that is multiplied; None for all of it.
       stage: type of the shared memory that each consumer has for what it stores, in place of a stage; None for none.
-      fetch: `fetch(place, others, results, staging, barrier)` copies to this shared memory what the epilogue reads there,
-        while the tile is multiplied. The epilogue gets the barrier behind the staging.
     """
     axis = None if window is None else window.axis
     rows, depth = a.shape[1 - along[0]], a.shape[along[0]]
@@ -99,7 +93,6 @@ def multiply(
             tiles=tiles,
             steps=pl.cdiv(depth, DEPTH),
             is_paired=is_paired,
-            fetch=fetch,
         ),
         out_type=out_type,
         grid=(max(blocks // 2, 1) if is_paired else blocks,),
@@ -113,7 +106,6 @@ def multiply(
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             empty(num_arrivals=CONSUMERS, num_barriers=stages),
             *([] if stage is None else [plgpu.SMEM((CONSUMERS, *stage.shape), stage.dtype, transforms=_swizzled(stage.dtype))]),
-            *([] if fetch is None else [plgpu.Barrier(num_barriers=CONSUMERS)]),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=name,
@@ -127,7 +119,7 @@ def _swizzled(dtype) -> tuple[Any, Any]:
     return plgpu.TilingTransform((8, 128 // dtype.itemsize)), plgpu.SwizzleTransform(128)
 
 
-def _kernel(a, b, *refs, epilogue, along, axis, counts, n_results, tiles, steps, is_paired, fetch):
+def _kernel(a, b, *refs, epilogue, along, axis, counts, n_results, tiles, steps, is_paired):
     """Multiplies tile by tile. `counts` are the numbers of starts of a window, and of what else the epilogue reads."""
     starts, refs = refs[: counts[0]], refs[counts[0] :]
     others, results, slots = refs[: counts[1]], refs[counts[1] :][:n_results], refs[counts[1] + n_results :]
@@ -163,10 +155,9 @@ def _kernel(a, b, *refs, epilogue, along, axis, counts, n_results, tiles, steps,
             plgpu.barrier_arrive(empty.at[at])
 
         def compute(row, column, before):
-            place, own = Place(row * CONSUMERS + warpgroup, column), [each.at[warpgroup] for each in staging]
-            start = None if fetch is None else functools.partial(fetch, place, others, results, *own)
-            sums = _multiply(slots, warpgroup, steps, along, before, start)
-            epilogue(place, sums, others, results, own)
+            place = Place(row * CONSUMERS + warpgroup, column)
+            sums = _multiply(slots, warpgroup, steps, along, before)
+            epilogue(place, sums, others, results, [stage.at[warpgroup] for stage in staging])
 
         each_tile(compute)
         if staging:
@@ -200,8 +191,8 @@ def _produce(a, b, slots, along, first, steps, each_tile, is_paired):
         plgpu.barrier_wait(empty.at[_stage(end + k, a_slots)])
 
 
-def _multiply(slots, warpgroup, steps, along, before, fetch):
-    """Multiplies the rows of a consumer by a tile of columns, whose first step is the number `before`, and starts to fetch."""
+def _multiply(slots, warpgroup, steps, along, before):
+    """Multiplies the rows of a consumer by a tile of columns, whose first step is the number `before`."""
     a_slots, b_slots, full, empty = slots
     rows = pl.ds(warpgroup * ROWS, ROWS)
 
@@ -214,8 +205,6 @@ def _multiply(slots, warpgroup, steps, along, before, fetch):
             plgpu.wgmma(product, own, part.transpose((1, 0)) if along[1] == 1 else part)
             plgpu.wgmma_wait(1)  # the step before has ended
             pl.when(k > 0)(lambda: plgpu.barrier_arrive(empty.at[_stage(before + k - 1, a_slots)]))
-            if fetch is not None:
-                pl.when(k == min(_FETCH, steps - 1))(fetch)
 
         return product[...]
 

@@ -78,10 +78,7 @@ def _classes_of_block(problem, blocks) -> int | None:
     bytes_of_class = rows * problem.operands["hidden"].dtype.itemsize
     if classes % matmul.DEPTH or not linear_loss.is_whole(axis, weight):
         return None
-    if classes * bytes_of_class <= linear_terms.ONE_BLOCK:
-        shapes = (rows, units), weight.shape
-        return classes if all(linear_products.fills(shape, blocks) for shape in shapes) else None
-    if linear_terms.LEAST_CLASSES * bytes_of_class > linear_terms.ONE_BLOCK:
+    if not linear_terms.LEAST_CLASSES * bytes_of_class <= linear_terms.ONE_BLOCK < classes * bytes_of_class:
         return None
 
     def waves(tiles_of_classes, size):
@@ -95,7 +92,8 @@ def _classes_of_block(problem, blocks) -> int | None:
         return (whole * products[0] + products[1]) / matmul.DEPTH + (whole + (rest > 0)) * of_sums
 
     most = max(linear_terms.BLOCK // bytes_of_class, linear_terms.LEAST_CLASSES) // TILE_CLASSES
-    return min(range(most, 0, -1), key=steps) * TILE_CLASSES
+    size = min(range(most, 0, -1), key=steps) * TILE_CLASSES
+    return size if linear_products.fills((units, size) if axis == 1 else (size, units), blocks) else None
 
 
 def _in_place(head, wrt, blocks, classes_of_block, *, weight, bias=None, **rows) -> dict[str, jax.Array]:
@@ -114,30 +112,27 @@ def _in_place(head, wrt, blocks, classes_of_block, *, weight, bias=None, **rows)
         layer = {"weight": block} | ({} if bias is None else {"bias": lax.dynamic_slice_in_dim(bias, start, size)})
         own_labels = head.labels_of_block(labels, start, size)
         g, of_scale = gradient_of_logits(head, blocks, "scale" in wrt, hidden, layer, own_labels, window=window, **rows)
-        new, total = {}, found.get("hidden")
+        new = {}
         if "weight" in wrt:
-            new["weight"] = linear_products.to_weight(found["weight"], g, hidden, first=first, **options)
+            new["weight"] = linear_products.write_weight(found["weight"], g, hidden, first, **options)
         if "bias" in wrt:
             of_bias = jnp.sum(g, 0, dtype=jnp.float32)
             new["bias"] = lax.dynamic_update_slice_in_dim(found["bias"], of_bias, start, 0)
         if "hidden" in wrt and is_by_kernel:
-            new["hidden"] = linear_products.to_hidden(g, block, total=total, window=window, **options)
+            new["hidden"] = linear_products.add_hidden(found["hidden"], g, block, window, **options)
         elif "hidden" in wrt:
             own = block if window is None else lax.dynamic_slice_in_dim(weight, start, size, axis)
-            new["hidden"] = total + parts.product(g, own, 1, axis, jnp.float32)
+            new["hidden"] = found["hidden"] + parts.product(g, own, 1, axis, jnp.float32)
         if of_scale is not None:
             new["scale"] = found["scale"] + of_scale
         return new
 
-    whole, rest = divmod(classes, classes_of_block)
-    starts = {"bias": (classes,), "scale": (tiled,)} | ({"hidden": (tiled, units)} if whole + rest > 1 else {})
+    starts = {"bias": (classes,), "hidden": (tiled, units), "scale": (tiled,)}
     found = {name: jnp.zeros(shape, jnp.float32) for name, shape in starts.items() if name in wrt}
     found |= {"weight": unwritten(weight.shape, weight.dtype)} if "weight" in wrt else {}
-    if whole == 1:
-        found = add(found, jnp.int32(0), classes_of_block)
-    else:
-        steps = jnp.arange(whole, dtype=jnp.int32)
-        found, _ = lax.scan(lambda found, i: (add(found, i * classes_of_block, classes_of_block), None), found, steps)
+    whole, rest = divmod(classes, classes_of_block)
+    steps = jnp.arange(whole, dtype=jnp.int32)
+    found, _ = lax.scan(lambda found, i: (add(found, i * classes_of_block, classes_of_block), None), found, steps)
     if rest:  # XLA would cast the whole weight, if it saw where the last block starts
         found = add(found, lax.optimization_barrier(jnp.int32(classes - rest)), rest)
     return {name: each[:count] if name in ("hidden", "scale") else each for name, each in found.items()}

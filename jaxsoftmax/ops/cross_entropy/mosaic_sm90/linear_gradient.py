@@ -23,11 +23,11 @@ from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu import matmul
-from jaxsoftmax._gpu.kernel import kernel_of, unwritten, written_in_place
+from jaxsoftmax._gpu.kernel import kernel_of, written_in_place
 from jaxsoftmax.ops.cross_entropy import across_devices, linear_terms, parts, xla
 from jaxsoftmax.ops.cross_entropy.linear_gradient import LINEAR_CROSS_ENTROPY_GRADIENT
 from jaxsoftmax.ops.cross_entropy.linear_parts import gradients_of_layer
-from jaxsoftmax.ops.cross_entropy.mosaic_sm90 import linear_blocks, linear_loss, linear_products
+from jaxsoftmax.ops.cross_entropy.mosaic_sm90 import linear_blocks, linear_loss
 from jaxsoftmax.ops.cross_entropy.mosaic_sm90.linear_loss import TILE_CLASSES
 
 _COLUMNS = 64  # columns that registers hold at a time
@@ -94,35 +94,23 @@ def _with_weights(blocks, params, operands) -> tuple[list[jax.Array], dict[str, 
     weight, bias = operands["weight"], operands.get("bias")
     dtype, of_weight = rows["hidden"].dtype, weight.dtype
     weight = weight.astype(dtype)  # once for all parts
-    options, units = {"class_axis": axis, "blocks": blocks}, weight.shape[1 - axis]
-    once = [(_weigh, params, blocks), (_turned, blocks), (functools.partial(linear_products.to_hidden, **options),)]
-    weigh, turn, to_hidden = (jax.jit(functools.partial(*each)) for each in once)  # lowered once
+    weigh, turn = (jax.jit(functools.partial(*each)) for each in ((_weigh, params, blocks), (_turned, blocks)))  # lowered once
 
     def part(sums, own):
         # In whole tiles, as a copy of weights of fewer rows would be as large as the logits.
         count = len(own["hidden"])
         own = {name: parts.filled_up(name, each, linear_loss.rows_in_tiles(count)) for name, each in own.items()}
         hidden, labels, factors, scale = own["hidden"], own["labels"], own["factors"], own.get("scale")
-        shapes = {"hidden": (len(hidden), units), "weight": weight.shape}
-        fills = {name: linear_products.fills(shape, blocks) for name, shape in shapes.items()}
         own_labels = _own_labels(head, labels, classes)
         weights, *of_tiles = weigh(hidden, weight, own_labels, bias, scale)
         of_rows = linear_loss.merged(of_tiles, own_labels, classes, scale)
         terms, m, d = _terms(head, labels, classes, of_rows, scale)
         g = turn(weights, own_labels, *_numbers(head, of_tiles[0], m, d, of_rows[2], factors, scale, terms))
-        # Kernels multiply where they have tiles for all blocks of threads, else XLA, whose tiles may be smaller.
-        by_xla = [name for name in wrt if not fills.get(name)]
-        found = gradients_of_layer(by_xla, g, hidden, weight, axis, of_weight)
-        if fills["hidden"] and "hidden" in wrt:
-            found["hidden"] = to_hidden(g, weight)
-        by_rows = [found.pop("hidden")] if "hidden" in wrt else []
+        more = gradients_of_layer(wrt, g, hidden, weight, axis, of_weight)
+        by_rows = [more.pop("hidden")] if "hidden" in wrt else []
         by_rows += _by_scale(params, factors, scale, terms).values()
-        added = found if sums is None else {name: sums[name] + each for name, each in found.items()}
-        if fills["weight"] and "weight" in wrt:
-            array = unwritten(weight.shape, of_weight) if sums is None else sums["weight"]
-            added["weight"] = linear_products.to_weight(array, g, hidden, is_added=sums is not None, **options)
         results = [each[:count] for each in (*head.of_terms(terms, 1)[: 2 + head.return_entropy], *by_rows)]
-        return added, results
+        return more if sums is None else jax.tree.map(jnp.add, sums, more), results
 
     most, bytes_of_row = parts.MOST_WITH_GRADIENT, classes * dtype.itemsize
     sums, found = parts.by_parts(part, most, bytes_of_row, rows, is_first_apart=True, is_differentiated=False)

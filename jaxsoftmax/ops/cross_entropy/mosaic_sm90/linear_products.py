@@ -1,15 +1,12 @@
 """The products that turn the gradient of logits of a linear layer into those of its weight and its hidden states.
 
-They read the weight where it stands, and write its gradient to its place, or add to what is there. XLA would copy a block of
-classes of each. The sums of a tile are those of `jax.lax.dot_general`, to the bit (H200, jax 0.11.2).
+For one block of classes after another they read the weight where it stands, and write its gradient to its place. XLA would copy
+a block of each. The sums of a tile are those of `jax.lax.dot_general`, to the bit (H200, jax 0.11.2).
 """
-
-from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax._gpu import matmul
@@ -27,67 +24,48 @@ def fills(shape: tuple[int, int], blocks: int) -> bool:
     return tiles / (pl.cdiv(tiles, blocks) * blocks) >= _LEAST_OCCUPANCY
 
 
-def to_weight(array, g, hidden, *, class_axis: int, blocks: int, is_added: bool = False, first=None) -> jax.Array:
-    """Writes the gradient of a weight to an array, or adds it, rounded once.
+def write_weight(array, g, hidden, first, *, class_axis: int, blocks: int) -> jax.Array:
+    """Writes the gradient of a block of classes to its place in that of the weight, rounded once.
 
     Args:
       array: the gradient of the weight, in 16 bits or float32.
-      g: gradients of the logits `[rows, classes]`; rows of whole tiles.
+      g: gradients of the logits `[rows, classes of the block]`; rows of whole tiles.
       hidden: hidden states `[rows, H]`.
-      class_axis: axis of the array that has the classes.
+      first: `[1]`, int32, the first class of the block in units of `matmul.DEPTH`.
+      class_axis: axis of the weight that has the classes.
       blocks: number of blocks of threads.
-      is_added: True to add to what the array has.
-      first: `[1]`, int32, the first class of `g` in units of `matmul.DEPTH`; None for 0.
     """
-    first = jnp.zeros(1, jnp.int32) if first is None else first
-    is_fetched = is_added and array.dtype.itemsize == 2
-
-    def places(place, others):
-        found = [place.row * matmul.ROWS, place.column * matmul.COLUMNS]
-        found[class_axis] += others[0][0] * matmul.DEPTH
-        return found
-
-    def fetch(place, others, results, stage, barrier):
-        (array,), (row, column) = results, places(place, others)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has left
-        part = array.at[pl.ds(row, matmul.ROWS), pl.ds(column, matmul.COLUMNS)]
-        plgpu.copy_gmem_to_smem(part, stage.at[0], barrier)
 
     def store(place, sums, others, results, staging):
-        (array,), (stage, *barriers) = results, staging
-        if is_fetched:
-            plgpu.barrier_wait(*barriers)
-            sums += plgpu.load(stage.at[0], layout=matmul.LAYOUT).astype(sums.dtype)
-        options = {"reduction_op": "add"} if is_added and not is_fetched else {}
-        _store(sums, stage, array, *places(place, others), **options)
+        (first,), (array,), (stage,) = others, results, staging
+        places = [place.row * matmul.ROWS, place.column * matmul.COLUMNS]
+        places[class_axis] += first[0] * matmul.DEPTH
+        _store(sums, stage, array, *places)
 
     operands = (hidden, g) if class_axis == 1 else (g, hidden)
     options = {"along": (0, 0), "blocks": blocks, "name": "linear_weight_gradient_mosaic", "stage": _stage_of(array.dtype)}
-    return matmul.multiply(store, *operands, [first], in_place=array, fetch=fetch if is_fetched else None, **options)[0]
+    return matmul.multiply(store, *operands, [first], in_place=array, **options)[0]
 
 
-def to_hidden(g, weight, *, class_axis: int, blocks: int, total=None, window: matmul.Window | None = None) -> jax.Array:
-    """Computes the gradient of hidden states `[rows, H]`, in the dtype of the operands, or adds it to a total in float32.
+def add_hidden(total, g, weight, window: matmul.Window | None, *, class_axis: int, blocks: int) -> jax.Array:
+    """Adds the share of a block of classes to the gradient of hidden states, a total `[rows, H]` in float32.
 
     Args:
-      g: gradients of the logits `[rows, classes]`; rows of whole tiles.
-      weight: the weight.
+      total: the gradient of hidden states.
+      g: gradients of the logits `[rows, classes of the block]`; rows of whole tiles.
+      weight: the weight, in the dtype of `g`.
+      window: the classes of the block; None if the weight has those alone.
       class_axis: axis of the weight that has the classes.
       blocks: number of blocks of threads.
-      total: float32 array `[rows, H]` that is added to in place; None for a new array.
-      window: the classes of `g`; None for all of the weight.
     """
 
     def store(place, sums, others, results, staging):
         (array,), (stage,) = results, staging
         del others
-        options: dict[str, Any] = {} if total is None else {"reduction_op": "add"}
-        _store(sums, stage, array, place.row * matmul.ROWS, place.column * matmul.COLUMNS, **options)
+        _store(sums, stage, array, place.row * matmul.ROWS, place.column * matmul.COLUMNS, reduction_op="add")
 
-    new = jax.ShapeDtypeStruct((len(g), weight.shape[1 - class_axis]), g.dtype)
-    options: dict[str, Any] = {"out_type": [new]} if total is None else {"in_place": total}
-    options |= {"along": (1, class_axis), "blocks": blocks, "name": "linear_hidden_gradient_mosaic", "window": window}
-    return matmul.multiply(store, g, weight, [], stage=_stage_of((new if total is None else total).dtype), **options)[0]
+    options = {"along": (1, class_axis), "blocks": blocks, "name": "linear_hidden_gradient_mosaic"}
+    return matmul.multiply(store, g, weight, [], in_place=total, window=window, stage=_stage_of(total.dtype), **options)[0]
 
 
 def _stage_of(dtype) -> jax.ShapeDtypeStruct:
