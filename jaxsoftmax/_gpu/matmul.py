@@ -120,7 +120,7 @@ def _swizzled(dtype) -> tuple[Any, Any]:
 
 
 def _kernel(a, b, *refs, epilogue, along, axis, counts, n_results, tiles, steps, is_paired):
-    """Multiplies tile by tile. `counts` are the numbers of starts of a window, and of what else the epilogue reads."""
+    """Multiplies tile by tile. `counts` has the number of starts of a window, and that of arrays that the epilogue reads."""
     starts, refs = refs[: counts[0]], refs[counts[0] :]
     others, results, slots = refs[: counts[1]], refs[counts[1] :][:n_results], refs[counts[1] + n_results :]
     slots, staging = slots[:4], slots[4:]  # stages of both operands; barriers: full, and empty again

@@ -449,6 +449,13 @@ def cross_entropy_cases() -> Iterator[Case]:
             kind = " ".join([str(class_axis), *filter(None, ["cap" * bool(cap), "bias" * has_bias, scaled])])
             name = f"cross_entropy linear log_probs {dtype} {hidden}x{classes} classes {kind}"
             yield Case(name, (name,), run, operands | more)
+    # Products of several blocks of classes; 2624 units are an odd number of tiles, whose blocks of threads are in no cluster.
+    for dtype, wide, class_axis, hidden in itertools.product(("bfloat16", "float16"), ("", "float32"), (0, 1), (4096, 2624)):
+        shape = (128256, hidden) if class_axis == 0 else (hidden, 128256)
+        operands = {"hidden": shaped(8192, hidden, dtype=dtype), "weight": shaped(*shape, dtype=wide or dtype)}
+        run = functools.partial(_with_gradient_of_log_probs, {"class_axis": class_axis}, False)
+        name = f"cross_entropy linear blocks {dtype} {hidden} classes {class_axis} {wide}"
+        yield Case(name, (name,), run, operands | {"tokens": shaped(8192, dtype="int32")})
 
 
 def _with_gradient_of_losses(options, given):

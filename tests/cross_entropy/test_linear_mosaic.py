@@ -452,10 +452,10 @@ def test_interpreted_gradients_of_several_parts_of_rows_in_a_block(monkeypatch):
     ids=cases.ident,
 )
 def test_interpreted_products_in_place_are_right(shape, dtype, weight_dtype, multiprocessors, monkeypatch):
-    """In blocks of one tile. XLA multiplies by the weight if there are few tiles for the multiprocessors, as in the second case."""
+    """In blocks of one tile. XLA multiplies by the weight if that makes few tiles, as in the second case."""
     monkeypatch.setattr(linear_terms, "LEAST_CLASSES", 256)
     for most in ("BLOCK", "ONE_BLOCK"):
-        monkeypatch.setattr(linear_terms, most, 256 * 256 * 2)
+        monkeypatch.setattr(linear_terms, most, 256 * 2 * linear_loss.rows_in_tiles(shape[0]))
     hidden, weight, tokens = given(*shape, dtype, factor=4)
     weight, scale, bias = weight.astype(weight_dtype or dtype), 1 / temperatures(shape[0]), bias_of(shape[2], True)
     tokens = np.where(tokens < shape[2], tokens, -1)

@@ -146,7 +146,9 @@ def linear_log_probs(
     product.
 
     On NVIDIA Hopper GPUs a kernel computes the results without logits in memory, if `hidden` has 16 bits and each row has
-    one token. Another one computes the gradient of logits. Else kernels read the float32 logits of a part or block.
+    one token. Another one computes the gradient of logits. If there are several blocks, `H` and the number of classes are
+    multiples of 64, and there are up to 49152 rows, kernels multiply this gradient, too, and copy no block of `weight`.
+    Otherwise XLA multiplies it. Without such kernels others read the float32 logits of a part or block.
 
     Sharded classes: each device multiplies by its part of the weight, and neither weights nor logits are gathered. One
     collective merges the states of the rows.
