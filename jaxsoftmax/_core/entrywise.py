@@ -38,8 +38,7 @@ def entrywise(rule: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callab
             return results[0] if len(results) == 1 else tuple(results)
 
         def types(*avals, **params):
-            # Not `jax.eval_shape`: JAX 0.11.2 has no type for its results in a `shard_map` that leaves mesh axes automatic.
-            return jax.make_jaxpr(functools.partial(leaves, **params))(*avals).out_avals
+            return sharding.types_of_results(functools.partial(leaves, **params), *avals)
 
         def batch(operands, dims, **params):
             ndim = 1 + max([operand.ndim - (dim is not None) for operand, dim in zip(operands, dims, strict=True)])

@@ -239,6 +239,14 @@ def typed_alike(
     ]
 
 
+def types_of_results(function: Callable[..., Any], *operands: Any) -> list[Any]:
+    """Returns the types of the results of a function of arrays, or of their types.
+
+    In a `shard_map` that leaves mesh axes automatic, JAX 0.11.2 has no type for what `jax.eval_shape` returns.
+    """
+    return jax.make_jaxpr(function)(*operands).out_avals
+
+
 def of_rows(aval: Any, shape: Sequence[int], dtype: Any) -> Any:
     """Returns a type of this shape and dtype, sharded as `aval` is along axes that are longer than 1."""
     spec = (*aval.sharding.spec, *(None,) * (len(shape) - len(aval.sharding.spec)))

@@ -135,6 +135,27 @@ def test_values_and_derivatives_on_two_devices(kind, sharded):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
+def test_tangents_in_a_shard_map_that_leaves_explicit_and_automatic_axes():
+    arrays, _ = on_one_device()
+
+    def moved(query, values, keys, table, lengths):
+        fixed = {"key_pages": keys, "page_table": table, "key_value_seq_lengths": lengths}
+        moving = query, values
+        return jax.jvp(lambda query, values: attend(query=query, value_pages=values, **fixed), moving, moving)
+
+    operands = [arrays[name] for name in ("query", "value_pages", "key_pages", "page_table", "key_value_seq_lengths")]
+    kinds = AxisType.Auto, AxisType.Explicit, AxisType.Auto
+    mesh = jax.make_mesh((2, 2, 2), ("rows", "heads", "others"), axis_types=kinds)
+    with jax.set_mesh(mesh):
+        of_heads = NamedSharding(mesh, P(None, None, "heads"))
+        placed = [jax.device_put(each, of_heads) for each in operands[:3]] + operands[3:]
+        specs = P("rows"), P(), P(), P("rows"), P("rows")
+        mapped = jax.shard_map(moved, in_specs=specs, out_specs=P("rows"), axis_names={"rows"})
+        actual = jax.jit(mapped)(*placed)
+    for one, other in zip(actual, jax.jit(moved)(*operands), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
 def test_a_traced_scale():
     arrays = paged(dtype="float32", size=16)
     found, slope = jax.value_and_grad(lambda scale: jnp.sum(attend(**arrays, scale=scale)))(0.3)

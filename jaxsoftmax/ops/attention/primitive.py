@@ -189,7 +189,7 @@ def _gathered(operands, params):
     types = [jax.typeof(operand) for operand in operands.values()]
     if not any(map(sharding.has_explicit_axes, types)):
         return bind(ATTENTION, without_pages(operands), dropout_rate=0.0, **params)
-    results = [jax.typeof(result) for result in jax.eval_shape(lambda: bind(PAGED, operands, **params))]
+    results = sharding.types_of_results(lambda operands: bind(PAGED, operands, **params), operands)
     return jax.tree.leaves(lower.on_reference(PAGED, operands, results, **params))
 
 
