@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jaxsoftmax._core import sharding
+
 Arrays = dict[str, jax.Array]
 
 _with_pullback = Primitive("with_pullback")
@@ -33,8 +35,8 @@ def with_pullback(
       pullback: `pullback(operands, cotangents, types)` returns the cotangents of the operands whose types it gets, by name.
         A cotangent of a result is None for zero. Axes of a batch are in front of everything, and operands and types have size 1
         there if the examples share them.
-      function: the function, which must be jitted. In reverse mode its tangents have no cotangent. JAX 0.11.2 then runs the
-        transpose of a loop, on zeros, but drops that of a call of a jitted function.
+      function: the function, whose tangents must be those of a jitted one. In reverse mode they have no cotangent. JAX 0.11.2
+        then runs the transpose of a loop, on zeros, but drops that of a call of a jitted function.
       operands: its operands.
     """
     return _with_pullback.bind(*function(operands), *operands.values(), names=tuple(operands), moving=(), pullback=pullback)
@@ -85,7 +87,8 @@ def _batch(arrays, dims, *, names, moving, pullback):
     ]
     n_results = len(arrays) - len(names) - len(moving)
     arrays[:n_results] = [jnp.broadcast_to(result, (size, *result.shape[1:])) for result in arrays[:n_results]]
-    results = _with_pullback.bind(*arrays, names=names, moving=moving, pullback=pullback)
+    # The axis of a batch may be one of a mesh, over which the cotangents of what examples share add up.
+    results = _with_pullback.bind(*sharding.vary_alike(arrays), names=names, moving=moving, pullback=pullback)
     return results, [0] * n_results
 
 

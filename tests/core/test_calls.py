@@ -16,6 +16,7 @@ from jaxsoftmax._core import target as targets
 from jaxsoftmax.flax import attention_fn
 
 from ..support import cases
+from ..support.compilations import compilations
 
 pytestmark = pytest.mark.usefixtures("hollow_kernels")
 
@@ -272,37 +273,16 @@ def test_eager_calls_compile_once_for_a_shape(name):
     f = functools.partial(getattr(jaxsoftmax, name), axis=-1)
     x = jnp.ones((3, 11), jnp.float32)
     jax.block_until_ready(f(x))
-    with jax.log_compiles(), _compilations() as compiled:
+    with compilations() as compiled:
         for _ in range(3):
             f(x + 1)
             f(np.ones((3, 11), np.float32))
     assert not [message for message in compiled if name in message]
 
 
-def _compilations():
-    import contextlib
-    import logging
-
-    @contextlib.contextmanager
-    def listen():
-        messages = []
-        handler = logging.Handler()
-        handler.emit = lambda record: messages.append(record.getMessage())
-        logger = logging.getLogger("jax")
-        logger.addHandler(handler)
-        propagate, logger.propagate = logger.propagate, False
-        try:
-            yield messages
-        finally:
-            logger.removeHandler(handler)
-            logger.propagate = propagate
-
-    return listen()
-
-
 def test_compilations_would_be_seen():
     """The listener of the test above hears a shape that is new."""
-    with jax.log_compiles(), _compilations() as compiled:
+    with compilations() as compiled:
         jaxsoftmax.softmax(jnp.ones((3, 12), jnp.float32))
     assert [message for message in compiled if "softmax" in message]
 

@@ -1993,9 +1993,30 @@ FAULTS = (
     Fault(
         "linear losses: the tangent of a sum leaves out that of weights of rows",
         f"{_LOSS}/linear.py",
-        "pairs += [] if is_zero(tangents[2]) else [(losses, tangents[2])]",
+        "pairs += [] if t_factors is None else [(losses, t_factors)]",
         "pairs += []",
         "tests/cross_entropy/test_linear.py -k 'gradients_are_those'",
+    ),
+    Fault(
+        "linear losses: sums of examples that share a layer have gradients of their own",
+        f"{_LOSS}/linear.py",
+        'if all(layer.get(name) is None for layer in tree.unflatten(axes)[0] for name in ("weight", "bias")):',
+        "if not axes:",
+        "tests/cross_entropy/test_linear_batches.py -k 'memory_of_one_call and classes'",
+    ),
+    Fault(
+        "linear losses: a part has a tile of rows of each example",
+        f"{_LOSS}/parts.py",
+        "tile = -(-_TILE // max(examples, 1))",
+        "tile = _TILE",
+        "tests/cross_entropy/test_linear_batches.py -k 'memory_of_one_call and probabilities'",
+    ),
+    Fault(
+        "linear losses: eager gradients compile anew",
+        f"{_LOSS}/linear_parts.py",
+        "return _gradients_of_parts(tuple(layers), rows, tuple(factors), **params)",
+        "return _gradients_of_parts.__wrapped__(tuple(layers), rows, tuple(factors), **params)",
+        "tests/cross_entropy/test_linear_batches.py -k 'compile_once and none and divergence'",
     ),
     Fault(
         "linear losses: gradients of all parts are those of the last",
@@ -2070,8 +2091,8 @@ FAULTS = (
     Fault(
         "linear losses: a part leaves out its last rows",
         f"{_LOSS}/parts.py",
-        "return size * _TILE, -(-tiles // size)",
-        "return size * _TILE, tiles // size",
+        "return size * tile, -(-tiles // size)",
+        "return size * tile, tiles // size",
         "tests/cross_entropy/test_linear.py -k parts_have_all_rows",
     ),
     Fault(
@@ -2737,6 +2758,13 @@ FAULTS = (
         "tests/core/test_entrywise.py -k any_operand",
     ),
     Fault(
+        "rules: what examples share is mapped over them",
+        f"{_CORE}/rules.py",
+        "axes = tuple([None if dim is None else 0 for dim in dims])",
+        "axes = tuple([0 for _ in dims])",
+        "tests/cross_entropy/test_linear_batches.py -k 'batches_of_batches and classes'",
+    ),
+    Fault(
         "pullbacks: the results of the function have a cotangent too",
         f"{_CORE}/pullback.py",
         "return [None] * (len(results) + len(operands)) + ",
@@ -2781,15 +2809,15 @@ FAULTS = (
     Fault(
         "linear losses: parts have rows of examples that explicit mesh axes shard",
         f"{_LOSS}/linear_parts.py",
-        "if n == 0 or (are_shared and not sharding.has_explicit_axes(jax.typeof(first))):",
-        "if n == 0 or are_shared:",
+        "return n == 0 or (_shares_layers(operands, n) and not has_explicit_axes)",
+        "return n == 0 or _shares_layers(operands, n)",
         "tests/divergence/test_linear.py -k 'not_gathered and Explicit'",
     ),
     Fault(
         "linear losses: each example has a gradient of the weight that they share",
         f"{_LOSS}/linear_parts.py",
-        "are_shared = all(",
-        "are_shared = n == 0 and all(",
+        "return n == 0 or (_shares_layers(operands, n) and not has_explicit_axes)",
+        "return n == 0",
         "tests/divergence/test_linear.py -k have_one_gradient",
     ),
     Fault(
@@ -2798,6 +2826,13 @@ FAULTS = (
         "return with_pullback(functools.partial(_pullback, head), function, operands)",
         "return function(operands)",
         "tests/divergence/test_linear.py -k 'products_of_each_form and bfloat16'",
+    ),
+    Fault(
+        "log-probabilities of a layer: examples that share one of several layers have gradients of their own",
+        f"{_LOSS}/linear_terms.py",
+        'if 0 < len(with_layers) < operands["labels"].ndim - 2:',
+        "if len(with_layers) < 0:",
+        "tests/cross_entropy/test_linear_batches.py -k 'each_layer and classes'",
     ),
     Fault(
         "log-probabilities of a layer: in a loop the scores of labels are scaled",

@@ -169,13 +169,17 @@ def linear_cross_entropy(
     With "none" and integer labels the results are those of `linear_log_probs`: logits are sums in float32 that are not rounded,
     whatever `logits_dtype` says. With a bias the float32 sums of a part count toward its size.
 
-    On explicit mesh axes, and in a `shard_map`, a part is taken from each device's rows. Under `vmap` each example has its own
-    parts, and those of all examples are in memory at once. The exception is "none" on one device whose examples share the
-    weight. In programs for symbolic shapes all rows are one part.
+    On explicit mesh axes, and in a `shard_map`, a part is taken from each device's rows. In programs for symbolic shapes all
+    rows are one part.
+
+    Under `vmap` the rows of examples that share the weight and the bias are those of one call, and take its memory. Gradients
+    of a "mean" or "sum" of such examples take the products of "none", since the cotangents of the examples differ. Three kinds
+    of examples have parts of their own, which are in memory at once: those with weights, those that are differentiated inside
+    the `vmap`, and those that devices share, unless that is in a `shard_map` around the `vmap`.
 
     On NVIDIA Hopper GPUs kernels multiply for integer labels and `hidden` of 16 bits, without `label_smoothing`. On several
-    devices they run inside a `shard_map` over all mesh axes, or if all mesh axes are explicit. Under `vmap` XLA multiplies for
-    gradients of a "mean" or "sum".
+    devices they run inside a `shard_map` over all mesh axes, or if all mesh axes are explicit. Under `vmap` they run if the
+    examples share the weight and the bias, and are not differentiated inside the `vmap`.
 
     - With `reduction="none"`, in float16, and without gradients no logits are in memory. The kernel needs 12 bytes for each
       row and 256 classes instead. It copies a weight of another dtype, in pieces of 256 MiB. It also copies a weight whose `H`

@@ -138,6 +138,15 @@ def _numbers(has_total: bool, has_entropy: bool) -> str:
 
 def _transpose_of_jvp(cotangents, operands, types, *, return_total=False, return_entropy=False, **params):
     """Returns the cotangents of tangents. Examples that share a weight are rows of one example: their gradients add up."""
+    with_layers = _axes_with_layers(operands | types)
+    if 0 < len(with_layers) < operands["labels"].ndim - 2:  # the examples of the other axes share each layer
+        at, flags = with_layers[0], {"return_total": return_total, "return_entropy": return_entropy}
+        shapes = {name: kind.shape[:at] + kind.shape[at + 1 :] for name, kind in types.items()}
+        of_one = {name: jax.ShapeDtypeStruct(shapes[name], kind.dtype) for name, kind in types.items()}
+        operands, axes = _to_map(operands, at)
+        rule = functools.partial(_transpose_of_jvp, types=of_one, **flags, **params)
+        results = jax.vmap(rule, (at, axes), at)(cotangents, operands)
+        return {name: summed_to(result, types[name].shape) for name, result in results.items()}
     numbers = dict(zip(_numbers(return_total, return_entropy), cotangents, strict=True))
     operands = operands | {name: number for name, number in numbers.items() if number is not None}
     wrt = tuple([name.removeprefix("t_") for name in types])
@@ -181,6 +190,18 @@ def _shares_layer(operands: Mapping[str, Any]) -> bool:
     return all(math.prod(each.shape[: -_OF_CLASSES[name]]) == 1 for name, each in operands.items() if name in _OF_CLASSES)
 
 
+def _axes_with_layers(operands: Mapping[str, Any]) -> list[int]:
+    """Returns the axes of a batch whose examples do not share all that belongs to classes."""
+    of_classes = [each for name, each in operands.items() if name in _OF_CLASSES]
+    return [at for at in range(operands["labels"].ndim - 2) if any(each.shape[at] != 1 for each in of_classes)]
+
+
+def _to_map(operands: Mapping[str, Any], at: int) -> tuple[dict[str, Any], dict[str, int | None]]:
+    """Returns the operands without an axis of a batch where examples share them, and that axis or None for each."""
+    axes = {name: None if name in _OF_CLASSES and each.shape[at] == 1 else at for name, each in operands.items()}
+    return {name: jnp.squeeze(each, at) if axes[name] is None else each for name, each in operands.items()}, axes
+
+
 def _as_one(operands: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the operands of a batch that shares a layer as those of one example, which has the rows of all."""
     axes, rows = operands["labels"].ndim - 2, math.prod(operands["labels"].shape[:-1])
@@ -208,13 +229,9 @@ def of_batch(function: Callable[..., list[jax.Array]], operands: dict[str, Any],
         return function(**operands)
     if machine.devices == 1 and _shares_layer(operands):
         return [result.reshape(*batch, rows, *result.shape[1:]) for result in function(**_as_one(operands))]
-
-    def call(operands):
-        return function(**operands)
-
-    for _ in batch:
-        call = jax.vmap(call)
-    return call(_with_own_layers(operands, tuple(batch)))
+    at = (*_axes_with_layers(operands), 0)[0]  # the examples of other axes may share each layer
+    operands, axes = _to_map(operands, at)
+    return jax.vmap(lambda operands: of_batch(function, operands, machine), (axes,), at)(operands)
 
 
 # The reference.

@@ -121,7 +121,9 @@ def linear_divergence(
     Memory and work: the logits of a part of both layers take 1 GiB, for a "mean" or "sum" together with their gradients. With
     `reduction` "mean" or "sum" the gradients are computed together with the divergences, part by part: four products for those
     of the student. With "none", and in float16, the backward pass computes both logits once more. That makes six products, in
-    the same memory. Weights in `sample_weight` therefore cost less than weights behind "none".
+    the same memory. Weights in `sample_weight` therefore cost less than weights behind "none". Under `vmap` examples that
+    share both layers take the memory of one call, and the products of "none", also for a "mean" or "sum".
+
     On NVIDIA Hopper GPUs the kernels of `kl_divergence` and `js_divergence` read the logits of a part; total variation has a
     kernel for the two log-sum-exps alone.
 
