@@ -53,6 +53,7 @@ def hide(names):
 
 @pytest.fixture
 def forgetting():
+    compat.infer_layouts_sooner()  # once in a process: it must replace what the modules have, not their stand-ins
     forget()
     yield
     forget()
