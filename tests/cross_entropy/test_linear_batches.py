@@ -239,11 +239,11 @@ def small_parts(monkeypatch):
     for module, most in (
         (parts, "MOST"),
         (parts, "MOST_WITH_GRADIENT"),
-        (linear_terms, "_BLOCK"),
-        (linear_terms, "_ONE_BLOCK"),
+        (linear_terms, "BLOCK"),
+        (linear_terms, "ONE_BLOCK"),
     ):
         monkeypatch.setattr(module, most, 2**20)
-    monkeypatch.setattr(linear_terms, "_LEAST_CLASSES", 512)
+    monkeypatch.setattr(linear_terms, "LEAST_CLASSES", 512)
 
 
 def large(examples, rows, units, classes):
