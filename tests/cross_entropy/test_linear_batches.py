@@ -441,3 +441,27 @@ def test_a_context_stays_with_what_was_traced():
     dots = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
     assert dots
     assert all("HIGHEST" in line for line in dots)
+
+
+@X64
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("rule", ["batch", "tangent", "tangent of a batch"])
+def test_a_context_inside_a_jitted_function_holds_in_rules(rule, reduction):
+    """The rules of a jitted function run behind its context."""
+    is_batch = "batch" in rule
+    arrays, axes = operands_of("probabilities", MAPPED[0])
+    arrays = arrays if is_batch else {each: array[0] if axes[each] == 0 else array for each, array in arrays.items()}
+    wrt, others = split(arrays)
+
+    @jax.jit
+    def loss(arrays):
+        with jax.default_matmul_precision("highest"):
+            return jnp.sum(LOSSES["probabilities"](arrays, reduction=reduction))
+
+    def run(wrt):
+        f = jax.vmap(loss, (axes,)) if is_batch else loss
+        return jax.jvp(lambda wrt: f(wrt | others), (wrt,), (direction(wrt),)) if "tangent" in rule else f(wrt | others)
+
+    dots = [line for line in jax.jit(run).lower(wrt).as_text().splitlines() if "stablehlo.dot_general" in line]
+    assert dots
+    assert all("HIGHEST" in line for line in dots)
