@@ -137,18 +137,19 @@ def linear_log_probs(
       [(2, 8, 16), (16, 100)]
 
     Memory and work: the results take one matrix product, for a part of the rows at a time, and their gradients three more,
-    for a block of the classes at a time. The logits of a part or block and their gradient take 256 or 512 MiB. The gradient
-    of `hidden` is summed in float32 over blocks, in 4 bytes for each entry, and that of `weight` is one product for each
-    block, which is rounded once. On automatic mesh axes of several devices gradients are computed for a part of the rows at
-    a time, and that of `weight` is summed over parts in its dtype. Gradients compute the logits again, which may be rounded
-    otherwise: where scores are beyond 10^4, gradients are less precise than those of whole logits. Under `vmap` examples
-    that share the weight are rows of one call. For several tokens in a row the logits of all of them come from the same
-    product.
+    for a block of the classes at a time. The logits of a part take 256 MiB, and those of a block and their gradient up to
+    768 MiB. The gradient of `hidden` is summed in float32 over blocks, in 4 bytes for each entry, and that of `weight` is
+    one product for each block, which is rounded once. On automatic mesh axes of several devices gradients are computed for
+    a part of the rows at a time, and that of `weight` is summed over parts in its dtype. Gradients compute the logits again,
+    which may be rounded otherwise: where scores are beyond 10^4, gradients are less precise than those of whole logits.
+    Under `vmap` examples that share the weight are rows of one call. For several tokens in a row the logits of all of them
+    come from the same product.
 
     On NVIDIA Hopper GPUs a kernel computes the results without logits in memory, if `hidden` has 16 bits and each row has
     one token. Another one computes the gradient of logits. If there are several blocks, `H` and the number of classes are
-    multiples of 64, and there are up to 49152 rows, kernels multiply this gradient, too, and copy no block of `weight`.
-    Otherwise XLA multiplies it. Without such kernels others read the float32 logits of a part or block.
+    multiples of 64, and there are up to 49152 rows, kernels multiply this gradient, too, and copy no block of a `weight` in
+    16 bits. Otherwise, or if their tiles are too few for the GPU, XLA multiplies it. Without such kernels others read the
+    float32 logits of a part or block.
 
     Sharded classes: each device multiplies by its part of the weight, and neither weights nor logits are gathered. One
     collective merges the states of the rows.

@@ -44,7 +44,8 @@ _OF_CLASSES = {"weight": 2, "bias": 1, "t_weight": 2, "t_bias": 1}  # operands t
 # the weight, and adds nothing up: 8192 rows, 2048 units and 32000 classes took 5.74 ms in two blocks, and 5.44 in one. Those of
 # 4096 units and 128256 classes took 51.1 ms and 644 MB with this size, and 51.4 ms and 791 MB with 512 MiB (H200, 1e4109a).
 BLOCK, ONE_BLOCK = 3 * 2**27, 3 * 2**28
-# Classes of a block, unless there are fewer. Each block reads and writes the gradient of `hidden` once more.
+# Classes of a block, unless there are fewer, or tiles of fewer divide better among multiprocessors. Each block reads and writes
+# the gradient of `hidden` once more.
 LEAST_CLASSES = 8192
 _TILE = 128  # classes of one tile of tensor cores
 

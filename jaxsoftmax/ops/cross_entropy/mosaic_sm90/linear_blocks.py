@@ -4,8 +4,8 @@ A kernel multiplies the hidden states by the weight once more, as `linear_loss.p
 of each tile becomes the gradient of the logits there, which is the result. For the gradient by the scale it adds up, for each
 row and tile, the gradient of the scores times the scores.
 
-The products of the gradient of a block's logits are those of `linear_products.py`. XLA multiplies if there is one block, and if
-the sizes of the weight are not aligned.
+The products of the gradient of a block's logits are those of `linear_products.py`. XLA multiplies if there is one block, if the
+sizes of the weight are not aligned, if the rows of a block are in parts, and if a product has too few tiles.
 """
 
 import functools
