@@ -2758,6 +2758,13 @@ FAULTS = (
         "tests/core/test_entrywise.py -k any_operand",
     ),
     Fault(
+        "rules: a precision that a jitted function sets ends before a batch is made",
+        f"{_CORE}/rules.py",
+        "with jax.default_matmul_precision(precision):",
+        "with jax.default_matmul_precision(None):",
+        "tests/cross_entropy/test_linear_batches.py -k a_context",
+    ),
+    Fault(
         "rules: what examples share is mapped over them",
         f"{_CORE}/rules.py",
         "axes = tuple([None if dim is None else 0 for dim in dims])",
