@@ -305,7 +305,7 @@ def gradients_by_blocks(
       bytes_of_logit: bytes of memory that `gradient` takes for each logit.
       weight: the weight.
       bias: the bias, or None.
-      empty: makes an array of this shape and dtype, of which each entry is written.
+      empty: makes an array of this shape and dtype, whose entries are all written later.
       is_one_device: False if devices may share the classes on automatic mesh axes.
       **rows: the other operands.
     """
