@@ -87,7 +87,7 @@ def _batch(arrays, dims, *, names, moving, pullback):
     ]
     n_results = len(arrays) - len(names) - len(moving)
     arrays[:n_results] = [jnp.broadcast_to(result, (size, *result.shape[1:])) for result in arrays[:n_results]]
-    # The axis of a batch may be one of a mesh, over which the cotangents of what examples share add up.
+    # A mesh may have the axis of a batch: the cotangents of operands that examples share add up over it.
     results = _with_pullback.bind(*sharding.vary_alike(arrays), names=names, moving=moving, pullback=pullback)
     return results, [0] * n_results
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 from jax import lax
 
 from jaxsoftmax._core import compat
@@ -27,6 +28,11 @@ def kernel_of(body: Callable[..., None], **options: Any) -> Callable[..., Any]:
 
     compat.infer_layouts_sooner()
     return plgpu.kernel(in_32_bits, **options)
+
+
+def tile_transforms(dtype: Any) -> tuple[Any, ...]:
+    """Returns the transforms of an array in shared memory that tensor cores read."""
+    return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
 
 
 def written_in_place(run: Callable[..., Any], array: jax.Array, *others: jax.Array) -> jax.Array:

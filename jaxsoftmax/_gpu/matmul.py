@@ -16,7 +16,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxsoftmax._gpu.kernel import kernel_of, written_in_place
+from jaxsoftmax._gpu.kernel import kernel_of, tile_transforms, written_in_place
 
 CONSUMERS = 2
 ROWS, COLUMNS = 64, 256  # the tile of a consumer
@@ -102,10 +102,14 @@ def multiply(
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         scratch_types=[
-            *(plgpu.SMEM((stages, *slot), a.dtype, transforms=_swizzled(a.dtype)) for slot in slots),
+            *(plgpu.SMEM((stages, *slot), a.dtype, transforms=tile_transforms(a.dtype)) for slot in slots),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             empty(num_arrivals=CONSUMERS, num_barriers=stages),
-            *([] if stage is None else [plgpu.SMEM((CONSUMERS, *stage.shape), stage.dtype, transforms=_swizzled(stage.dtype))]),
+            *(
+                []
+                if stage is None
+                else [plgpu.SMEM((CONSUMERS, *stage.shape), stage.dtype, transforms=tile_transforms(stage.dtype))]
+            ),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name=name,
@@ -113,10 +117,6 @@ def multiply(
     if in_place is None:
         return run(a, b, *starts, *others)
     return [written_in_place(run, in_place, a, b, *starts, *others)]
-
-
-def _swizzled(dtype) -> tuple[Any, Any]:
-    return plgpu.TilingTransform((8, 128 // dtype.itemsize)), plgpu.SwizzleTransform(128)
 
 
 def _kernel(a, b, *refs, epilogue, along, axis, counts, n_results, tiles, steps, is_paired):

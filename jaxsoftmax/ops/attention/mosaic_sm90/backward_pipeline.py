@@ -58,6 +58,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxsoftmax._gpu import sync, wgmma
+from jaxsoftmax._gpu.kernel import tile_transforms
 from jaxsoftmax.ops.attention.mosaic_sm90 import lists
 from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import (
     ADDERS,
@@ -65,7 +66,6 @@ from jaxsoftmax.ops.attention.mosaic_sm90.backward_plan import (
     DS_STAGES,
     BackwardGeometry,
     BiasGradient,
-    tile_transforms,
 )
 from jaxsoftmax.ops.attention.mosaic_sm90.common import (
     COL_LAYOUT,

@@ -17,6 +17,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu import schedule
+from jaxsoftmax._gpu.kernel import tile_transforms
 from jaxsoftmax.ops.attention import key_blocks, mask_blocks
 from jaxsoftmax.ops.attention.mosaic_sm90 import lists
 from jaxsoftmax.ops.attention.mosaic_sm90.common import (
@@ -663,11 +664,6 @@ class BackwardGeometry(AttentionGeometry):
         """Describes an array in tiles as tensor cores read and TMA writes them; without a dtype it has that of operands."""
         dtype = dtype or (self.dtype if self.n_terms == 1 else jnp.dtype(jnp.bfloat16))
         return plgpu.SMEM(shape, dtype, transforms=tile_transforms(dtype))
-
-
-def tile_transforms(dtype: Any) -> tuple[Any, ...]:
-    """Returns the transforms of an array in shared memory that tensor cores read."""
-    return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
 
 
 def _varies(types) -> bool:

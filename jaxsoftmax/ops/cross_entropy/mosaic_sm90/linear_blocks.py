@@ -60,7 +60,7 @@ def plan(problem: Problem, target: Target) -> LinearBlocksPlan | Refusal:
     if refusal is None and len(problem.operands["labels"].shape) > 2:
         refusal = Refusal("the examples of a batch have gradients of the weight of their own")
     refusal = refusal or linear_loss.refusal_of_layer(problem)
-    return refusal or LinearBlocksPlan(problem, target.multiprocessors, _classes_of_block(problem, target.multiprocessors))
+    return refusal or LinearBlocksPlan(problem, target.multiprocessors, _classes_in_place(problem, target.multiprocessors))
 
 
 def by_blocks(head, wrt, blocks, operands) -> list[jax.Array]:
@@ -70,7 +70,7 @@ def by_blocks(head, wrt, blocks, operands) -> list[jax.Array]:
     return linear_terms.gradients_by_blocks(head, wrt, gradient, own, empty=unwritten, **operands)
 
 
-def _classes_of_block(problem, blocks) -> int | None:
+def _classes_in_place(problem, blocks) -> int | None:
     """Returns the classes of a block, the fastest number that fits in memory; None if kernels cannot make the products."""
     axis = problem.params["head"].class_axis
     (rows, units), weight = problem.operands["hidden"].shape, problem.operands["weight"]

@@ -23,7 +23,7 @@ from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.problem import Problem
 from jaxsoftmax._core.target import Target
 from jaxsoftmax._gpu import matmul
-from jaxsoftmax._gpu.kernel import kernel_of, written_in_place
+from jaxsoftmax._gpu.kernel import kernel_of, tile_transforms, written_in_place
 from jaxsoftmax.ops.cross_entropy import across_devices, linear_terms, parts, xla
 from jaxsoftmax.ops.cross_entropy.linear_gradient import LINEAR_CROSS_ENTROPY_GRADIENT
 from jaxsoftmax.ops.cross_entropy.linear_parts import gradients_of_layer
@@ -164,14 +164,13 @@ def _numbers(head, maxima, m, d, chosen, factors, scale, terms) -> list[jax.Arra
 
 def _turned(blocks, weights, labels, of_tiles, of_label) -> jax.Array:
     """Turns weights into the gradient of the logits, in their memory."""
-    swizzled = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
     run = kernel_of(
         _turn,
         out_type=[],
         grid=(_BLOCKS * blocks,),
         grid_names=("block",),
         scratch_types=[
-            plgpu.SMEM((_SLOTS, matmul.ROWS, TILE_CLASSES), weights.dtype, transforms=swizzled),
+            plgpu.SMEM((_SLOTS, matmul.ROWS, TILE_CLASSES), weights.dtype, transforms=tile_transforms(weights.dtype)),
             plgpu.Barrier(num_barriers=_SLOTS),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True),
