@@ -438,6 +438,47 @@ def test_native_losses_are_those_without_gradients(shape):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("shape", [(500, 256, 50304, 1), (500, 128, 32000, 0), (300, 256, 50257, 1)], ids=cases.ident)
+def test_native_examples_that_share_the_layer(shape, reduction, monkeypatch):
+    """The gradients of a batch of losses are the sums of those of each example, in several parts, against whole logits."""
+    examples = 3
+    monkeypatch.setattr(parts, "MOST_WITH_GRADIENT", 512 * shape[2] * 2)
+    monkeypatch.setattr(linear_terms, "ONE_BLOCK", 512 * shape[2] * 2)
+    hidden, weight, labels = given(examples * shape[0], *shape[1:], "bfloat16")
+    hidden, labels = hidden.reshape(examples, *shape[:1], -1), jnp.clip(labels, 0, shape[2] - 1).reshape(examples, -1)
+    counts = np.random.default_rng(2).uniform(0.5, 2, labels.shape).astype(np.float32)
+    counts[:, ::7] = 0
+
+    def loss(hidden, labels, counts, weight):
+        options = {"sample_weight": counts, "reduction": reduction, "class_axis": shape[3]}
+        return jnp.sum(jaxsoftmax.linear_cross_entropy(hidden, weight, labels, **options))
+
+    def whole(hidden, labels, counts, weight):
+        weight = (weight if shape[3] == 1 else weight.T).astype(jnp.float32)
+        logits = jnp.dot(hidden.astype(jnp.float32), weight, precision="highest")
+        total = jnp.sum(counts * jaxsoftmax.cross_entropy(logits, labels, implementation="xla"))
+        return total / jnp.sum(counts) if reduction == "mean" else total
+
+    def gradients(loss, map_):
+        def total(hidden, weight):
+            return jnp.sum(jnp.sin(map_(functools.partial(loss, weight=weight), (hidden, labels, counts))))
+
+        return jax.jit(jax.value_and_grad(total, (0, 1)))
+
+    f = gradients(loss, lambda f, operands: jax.vmap(f)(*operands))
+    cases.assert_ran("mosaic", f, hidden, weight)
+    found, expected = (
+        f(hidden, weight),
+        gradients(whole, lambda f, operands: jax.lax.map(lambda x: f(*x), operands))(hidden, weight),
+    )
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-3, atol=1e-3)
+    for a, b in zip(found[1], expected[1], strict=True):
+        assert np.linalg.norm(np.float64(a) - np.float64(b)) <= 0.005 * np.linalg.norm(np.float64(b))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("is_mapped", [True, False], ids=["shard_map", "explicit"])
 @pytest.mark.parametrize("kind", ["plain", "everything"])
 @pytest.mark.parametrize("shape", [(1300, 256, 50432, 1), (1025, 128, 32000, 0), (300, 256, 5056, 1)], ids=cases.ident)

@@ -904,3 +904,44 @@ def test_native_classes_that_gpus_share(shape, is_mapped):
     alone = jax.jit(functools.partial(gradients, functools.partial(loss, reduction="none", **options)))
     for a, b in zip(found, alone(hidden, weight, inside), strict=True):
         assert np.linalg.norm(np.float64(a) - np.float64(b)) <= 0.01 * np.linalg.norm(np.float64(b))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("is_mapped", [True, False], ids=["shard_map", "explicit"])
+@pytest.mark.parametrize("shared", ["tokens", "classes"])
+@pytest.mark.parametrize("shape", [(16640, 256, 64064, 1), (1000, 256, 50432, 0)], ids=cases.ident)
+def test_native_log_probs_that_gpus_share(shape, shared, is_mapped):
+    """All results and gradients, by products in place and not, are those of one GPU, and the same in every call."""
+    devices = cases.several("gpu")
+    kind, class_axis = AxisType.Auto if is_mapped else AxisType.Explicit, shape[3]
+    mesh = jax.make_mesh((len(devices),), ("axis",), axis_types=(kind,), devices=devices)
+    hidden, weight, tokens = given(*shape, "bfloat16")
+    tokens = np.clip(tokens, 0, shape[2] - 1)
+    cotangents = np.random.default_rng(1).standard_normal((3, len(tokens))).astype(np.float32)
+    arrays = hidden, weight, tokens, temperatures(shape[0]), *cotangents
+
+    def log_probs(hidden, weight, tokens, temperature, **options):
+        options |= {"class_axis": class_axis, "return_entropy": True, "return_lse": True}
+        return jaxsoftmax.linear_log_probs(hidden, weight, tokens, temperature=temperature, **options)
+
+    def gradients(log_probs, hidden, weight, tokens, temperature, *cotangents):
+        results, pull = jax.vjp(lambda h, w, t: log_probs(h, w, tokens, t), hidden, weight, temperature)
+        return *results, *pull(cotangents)
+
+    is_of_tokens = shared == "tokens"
+    of_rows, of_classes = (P("axis"), P()) if is_of_tokens else (P(), P("axis") if class_axis == 0 else P(None, "axis"))
+    specs = of_rows, of_classes, *[of_rows] * 5
+    of_shards = log_probs
+    if is_mapped:
+        of_shards = log_probs if is_of_tokens else functools.partial(log_probs, axis_name="axis")
+        of_shards = jax.shard_map(of_shards, mesh=mesh, in_specs=specs[:4], out_specs=(of_rows,) * 3)
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in zip(arrays, specs, strict=True)]
+        both = jax.jit(functools.partial(gradients, of_shards))
+        cases.assert_ran("mosaic", both, *placed)
+        found, again = both(*placed), both(*placed)
+    assert [np.asarray(a).tobytes() for a in found] == [np.asarray(a).tobytes() for a in again]
+    alone = jax.jit(functools.partial(gradients, log_probs))(*map(jnp.asarray, arrays))
+    for a, b, most in zip(found, alone, (1e-5, 1e-5, 1e-5, 0.01, 0.01, 1e-3), strict=True):
+        assert np.linalg.norm(np.float64(a) - np.float64(b)) <= most * np.linalg.norm(np.float64(b))
