@@ -30,29 +30,19 @@ def with_rules(*, batch: Callable[..., Any], jvp: Callable[..., Any] | None = No
     def decorator(function: Callable[..., list[jax.Array]]) -> Callable[..., list[jax.Array]]:
         @functools.wraps(function)
         def call(*operands, **params):
-            # JAX looks into what is traced for primitives that need devices. The precision of products that a user's context
-            # sets holds in what is traced here, and in what rules trace when that context may have ended.
+            # JAX looks into what is traced for primitives that need devices.
             jaxpr = jax.make_jaxpr(functools.partial(function, **params))(*operands)
-            precision = jax.config.jax_default_matmul_precision
-            return primitive.bind(*operands, jaxpr=jaxpr, precision=precision, **params)
+            return primitive.bind(*operands, jaxpr=jaxpr, **params)
 
-        def in_context(rule):
-            def with_precision(*operands, jaxpr, precision, **params):
-                del jaxpr
-                with jax.default_matmul_precision(precision):
-                    return rule(*operands, **params)
-
-            return with_precision
-
-        @in_context
-        def batched(operands, dims, **params):
+        def batched(operands, dims, *, jaxpr, **params):
+            del jaxpr
             axes = tuple([None if dim is None else 0 for dim in dims])
             pairs = zip(operands, dims, strict=True)
             results = batch([each if dim is None else jnp.moveaxis(each, dim, 0) for each, dim in pairs], axes, **params)
             return results, [0] * len(results)
 
-        @in_context
-        def moved(primals, tangents, **params):
+        def moved(primals, tangents, *, jaxpr, **params):
+            del jaxpr
             moving = {at: t for at, t in enumerate(tangents) if type(t) is not ad.Zero}
             if jvp is not None:
                 return jvp(primals, [moving.get(at) for at in range(len(primals))], **params)
@@ -64,7 +54,7 @@ def with_rules(*, batch: Callable[..., Any], jvp: Callable[..., Any] | None = No
 
         primitive = Primitive(function.__name__.strip("_"))
         primitive.multiple_results = True
-        primitive.def_impl(in_context(function))
+        primitive.def_impl(lambda *operands, jaxpr, **params: function(*operands, **params))
         primitive.def_abstract_eval(lambda *_, jaxpr, **params: jaxpr.out_avals)
         batching.primitive_batchers[primitive] = batched
         ad.primitive_jvps[primitive] = moved

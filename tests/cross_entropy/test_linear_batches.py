@@ -429,8 +429,8 @@ def test_eager_gradients_compile_once(name, reduction):
 
 
 @X64
-def test_a_context_stays_with_what_was_traced():
-    """A precision that holds where the loss is traced holds where it is lowered."""
+def test_a_precision_stays_with_what_was_traced():
+    """One that holds where the loss is traced holds where it is lowered."""
     arrays, axes = operands_of("probabilities", MAPPED[0])
 
     def losses(arrays):
@@ -443,24 +443,31 @@ def test_a_context_stays_with_what_was_traced():
     assert all("HIGHEST" in line for line in dots)
 
 
+def of_tokens(arrays, reduction):
+    results = jaxsoftmax.linear_log_probs(arrays["hidden"], arrays["weight"], arrays["classes"], return_entropy=True)
+    return sum(map({"mean": jnp.mean, "none": jnp.sin}[reduction], results))
+
+
 @X64
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("rule", ["batch", "tangent", "tangent of a batch"])
-def test_a_context_inside_a_jitted_function_holds_in_rules(rule, reduction):
-    """The rules of a jitted function run behind its context."""
-    is_batch = "batch" in rule
-    arrays, axes = operands_of("probabilities", MAPPED[0])
+@pytest.mark.parametrize("rule", ["value", "batch", "tangent", "tangent of a batch", "cotangent", "tangent of a cotangent"])
+@pytest.mark.parametrize("name", [*LOSSES, "tokens"])
+def test_a_precision_inside_a_jitted_function_holds_in_rules_and_references(name, rule, reduction):
+    """Rules of a jitted function run when its context has ended, and so do references."""
+    is_batch, loss_of = "batch" in rule, of_tokens if name == "tokens" else LOSSES[name]
+    arrays, axes = operands_of("classes" if name == "tokens" else name, MAPPED[0])
     arrays = arrays if is_batch else {each: array[0] if axes[each] == 0 else array for each, array in arrays.items()}
     wrt, others = split(arrays)
 
     @jax.jit
     def loss(arrays):
         with jax.default_matmul_precision("highest"):
-            return jnp.sum(LOSSES["probabilities"](arrays, reduction=reduction))
+            return jnp.sum(loss_of(arrays, reduction=reduction))
 
     def run(wrt):
-        f = jax.vmap(loss, (axes,)) if is_batch else loss
-        return jax.jvp(lambda wrt: f(wrt | others), (wrt,), (direction(wrt),)) if "tangent" in rule else f(wrt | others)
+        f = (lambda wrt: jax.vmap(loss, (axes,))(wrt | others)) if is_batch else (lambda wrt: loss(wrt | others))
+        f = jax.grad(f) if "cotangent" in rule else f
+        return jax.jvp(f, (wrt,), (direction(wrt),)) if "tangent" in rule else f(wrt)
 
     dots = [line for line in jax.jit(run).lower(wrt).as_text().splitlines() if "stablehlo.dot_general" in line]
     assert dots

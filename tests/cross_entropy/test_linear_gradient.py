@@ -445,6 +445,7 @@ def test_native_examples_that_share_the_layer(shape, reduction, monkeypatch):
     examples = 3
     monkeypatch.setattr(parts, "MOST_WITH_GRADIENT", 512 * shape[2] * 2)
     monkeypatch.setattr(linear_terms, "ONE_BLOCK", 512 * shape[2] * 2)
+    monkeypatch.setattr(linear_terms, "BLOCK", 256 * shape[2] * 2)
     hidden, weight, labels = given(examples * shape[0], *shape[1:], "bfloat16")
     hidden, labels = hidden.reshape(examples, *shape[:1], -1), jnp.clip(labels, 0, shape[2] - 1).reshape(examples, -1)
     counts = np.random.default_rng(2).uniform(0.5, 2, labels.shape).astype(np.float32)

@@ -2012,6 +2012,20 @@ FAULTS = (
         "tests/cross_entropy/test_linear_batches.py -k 'memory_of_one_call and probabilities'",
     ),
     Fault(
+        "linear losses: logits of terms have the default precision",
+        f"{_LOSS}/linear_terms.py",
+        "product(hidden, weight.astype(hidden.dtype), 1, 1 - head.class_axis, kind, head.precision)",
+        'product(hidden, weight.astype(hidden.dtype), 1, 1 - head.class_axis, kind, "default")',
+        "tests/cross_entropy/test_linear_batches.py -k 'precision and tokens and value'",
+    ),
+    Fault(
+        "linear losses: gradients of parts have the default precision",
+        f"{_LOSS}/linear_parts.py",
+        "product(g, weight.astype(hidden.dtype), g.ndim - 1, class_axis, hidden.dtype, head.precision)",
+        'product(g, weight.astype(hidden.dtype), g.ndim - 1, class_axis, hidden.dtype, "default")',
+        "tests/cross_entropy/test_linear_batches.py -k 'precision and divergence and cotangent'",
+    ),
+    Fault(
         "linear losses: eager gradients compile anew",
         f"{_LOSS}/linear_parts.py",
         "return _gradients_of_parts(tuple(layers), rows, tuple(factors), **params)",
@@ -2756,13 +2770,6 @@ FAULTS = (
         "[jnp.broadcast_to(t, result.shape) for t, result in zip(found, results, strict=True)]",
         "found",
         "tests/core/test_entrywise.py -k any_operand",
-    ),
-    Fault(
-        "rules: a precision that a jitted function sets ends before a batch is made",
-        f"{_CORE}/rules.py",
-        "with jax.default_matmul_precision(precision):",
-        "with jax.default_matmul_precision(None):",
-        "tests/cross_entropy/test_linear_batches.py -k a_context",
     ),
     Fault(
         "rules: what examples share is mapped over them",

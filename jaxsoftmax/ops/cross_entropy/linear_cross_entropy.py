@@ -14,7 +14,13 @@ from jaxsoftmax._core.choose import check_implementation
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax.ops.cross_entropy.api import broadcast_to, cross_entropy, differs, loss_options
 from jaxsoftmax.ops.cross_entropy.implementations import CROSS_ENTROPY_FAMILY
-from jaxsoftmax.ops.cross_entropy.linear_layer import dtype_of_logits, linear_layer, more_operands, reduced_losses
+from jaxsoftmax.ops.cross_entropy.linear_layer import (
+    dtype_of_logits,
+    linear_layer,
+    more_operands,
+    precision_of_products,
+    reduced_losses,
+)
 from jaxsoftmax.ops.cross_entropy.log_probs import entropy
 from jaxsoftmax.ops.cross_entropy.loss import Head, LossHead
 from jaxsoftmax.ops.cross_entropy.xla import capped
@@ -220,7 +226,7 @@ def linear_cross_entropy(
     dtype = dtype_of_logits(_NAME, hidden.dtype if logits_dtype is None else logits_dtype, hidden.dtype)
     of_labels = LossHead if are_classes else ProbabilitiesHead
     names = arguments.axis_names(_NAME, axis_name)
-    head = of_labels((axis,), dtype, options[2], implementation, names, *options[:2], flags[1])
+    head = of_labels((axis,), dtype, options[2], implementation, names, precision_of_products(), *options[:2], flags[1])
     loss, *others = reduced_losses(_NAME, head, operands, reduction, flags, keeps)
     return (loss, *others) if others else loss
 

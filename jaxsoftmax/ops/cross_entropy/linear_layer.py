@@ -86,6 +86,11 @@ def dtype_of_logits(function: str, logits_dtype, dtype) -> str:
     return name
 
 
+def precision_of_products() -> str:
+    """Returns the precision of the caller's context. Rules and references multiply when that context may have ended."""
+    return jax.config.jax_default_matmul_precision or "default"
+
+
 def reduced_losses(
     function: str,
     head: Head,

@@ -15,7 +15,7 @@ from jaxsoftmax._core.choose import check_implementation
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax.ops.cross_entropy.api import broadcast_to, countable, index_of
 from jaxsoftmax.ops.cross_entropy.implementations import CROSS_ENTROPY_FAMILY
-from jaxsoftmax.ops.cross_entropy.linear_layer import linear_layer, more_operands
+from jaxsoftmax.ops.cross_entropy.linear_layer import linear_layer, more_operands, precision_of_products
 from jaxsoftmax.ops.cross_entropy.linear_results import results_of_rows
 from jaxsoftmax.ops.cross_entropy.loss import LogProbHead
 from jaxsoftmax.ops.cross_entropy.xla import NO_ROW
@@ -176,7 +176,7 @@ def linear_log_probs(
     operands |= more_operands(_NAME, rows, classes, kind, bias=bias, temperature=temperature, sample_weight=None)
     if where is not None:
         operands["where"] = broadcast_to("where", arguments.array(_NAME, "where", where, "boolean"), rows, _NAME)
-    head = LogProbHead(axis, cap, implementation)
+    head = LogProbHead(axis, cap, implementation, precision_of_products())
     function = functools.partial(_stacked, list(operands), head, arguments.axis_names(_NAME, axis_name), classes, flags)
     shape = [names.get(name, ()) for name in operands]
     results = sharding.on_shards(function, list(operands.values()), shape, "classes", len(rows))

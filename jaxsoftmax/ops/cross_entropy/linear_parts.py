@@ -211,7 +211,7 @@ def _gradients_of_parts(layers, rows, factors, *, head: "Head", wanted: Wanted, 
             if g is None:
                 continue
             weight = layers[at]["weight"]
-            of_layer = gradients_of_layer(names, g.astype(h.dtype), h, weight, head.class_axes[at], weight.dtype)
+            of_layer = gradients_of_layer(head, at, names, g.astype(h.dtype), h, weight, weight.dtype)
             of_hidden |= {at: of_layer.pop("hidden")} if "hidden" in names else {}
             more |= {(at, name): each for name, each in of_layer.items()}
         sums = more if sums is None else {name: sums[name] + each for name, each in more.items()}
@@ -229,15 +229,25 @@ def _gradients_of_parts(layers, rows, factors, *, head: "Head", wanted: Wanted, 
     return results, by_layers, by_rows
 
 
-def gradients_of_layer(names: Sequence[str], g, hidden, weight, class_axis: int, dtype) -> Layer:
-    """Computes what `names` ask for from the gradient of the logits, `[*rows, classes]`; that of the weight has this dtype."""
-    along, found = tuple(range(g.ndim - 1)), {}
+def gradients_of_layer(head: "Head", at: int, names: Sequence[str], g, hidden, weight, dtype) -> Layer:
+    """Computes what `names` ask for of a layer from the gradient `[*rows, classes]` of its logits.
+
+    Args:
+      head: the loss behind the layers.
+      at: the number of the layer.
+      names: names of the layer's operands.
+      g: the gradient of the logits.
+      hidden: the hidden states `[*rows, H]`.
+      weight: the weight.
+      dtype: that of the weight's gradient.
+    """
+    class_axis, along, found = head.class_axes[at], tuple(range(g.ndim - 1)), {}
     if "weight" in names:
-        found["weight"] = product(*((hidden, g) if class_axis == 1 else (g, hidden)), along, along, dtype)
+        found["weight"] = product(*((hidden, g) if class_axis == 1 else (g, hidden)), along, along, dtype, head.precision)
     if "bias" in names:
         found["bias"] = jnp.sum(g, along, dtype=accumulator(hidden.dtype))
     if "hidden" in names:
-        found["hidden"] = product(g, weight.astype(hidden.dtype), g.ndim - 1, class_axis, hidden.dtype)
+        found["hidden"] = product(g, weight.astype(hidden.dtype), g.ndim - 1, class_axis, hidden.dtype, head.precision)
     return found
 
 
@@ -252,7 +262,7 @@ def _logits(head: "Head", layers, hidden) -> list[jax.Array]:
     for layer, h, axis in zip(layers, hidden, head.class_axes, strict=True):
         bias, dtype = layer.get("bias"), jnp.dtype(head.logits_dtype or h.dtype)
         wide = dtype if bias is None else accumulator(h.dtype)
-        x = product(h, layer["weight"].astype(h.dtype), h.ndim - 1, 1 - axis, wide)
+        x = product(h, layer["weight"].astype(h.dtype), h.ndim - 1, 1 - axis, wide, head.precision)
         found.append(x if bias is None else (x + jnp.expand_dims(bias.astype(wide), range(h.ndim - 1))).astype(dtype))
     return found
 

@@ -328,11 +328,11 @@ def gradients_by_blocks(
             g, of_scale = gradient(hidden, own, labels, **of_rows)
             more, found = {}, []
             if "weight" in wrt:
-                more["weight"] = product(*((hidden, g) if axis == 1 else (g, hidden)), 0, 0, product_dtype)
+                more["weight"] = product(*((hidden, g) if axis == 1 else (g, hidden)), 0, 0, product_dtype, head.precision)
             if "bias" in wrt:
                 more["bias"] = jnp.sum(g, 0, dtype=kind)
             if "hidden" in wrt:
-                found.append(product(g, own["weight"].astype(g.dtype), 1, axis, kind))
+                found.append(product(g, own["weight"].astype(g.dtype), 1, axis, kind, head.precision))
             found += [of_scale] if "scale" in wrt else []
             return more if sums is None else jax.tree.map(jnp.add, sums, more), found
 
@@ -388,7 +388,7 @@ def _classes_of_block(classes, bytes_of_class) -> Any:
 def _logits(head, hidden, weight, bias):
     """Computes logits in the dtype of the arithmetic, without rounding them to that of `hidden`."""
     kind = accumulator(hidden.dtype)
-    logits = product(hidden, weight.astype(hidden.dtype), 1, 1 - head.class_axis, kind)
+    logits = product(hidden, weight.astype(hidden.dtype), 1, 1 - head.class_axis, kind, head.precision)
     return logits if bias is None else logits + bias.astype(kind)[None]
 
 

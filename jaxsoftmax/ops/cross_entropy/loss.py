@@ -45,6 +45,7 @@ class Head:
     logits_soft_cap: float | None
     implementation: str | None  # name of the one that must run, or None
     axis_name: tuple[str, ...] = ()  # mesh axes over which devices share the classes
+    precision: str = "default"  # of products, as `jax.lax.dot` takes it
 
     def of_rows(self, layers: tuple[Layer, ...], rows: dict[str, jax.Array]) -> list[jax.Array]:
         """Computes the results of all rows from the layers, part by part."""
@@ -160,7 +161,7 @@ class LossHead(Head):
 
     def of_log_probs(self) -> "LogProbHead":
         """Returns the head of the log-probabilities of the labels."""
-        return LogProbHead(self.class_axes[0], self.logits_soft_cap, self.implementation)
+        return LogProbHead(self.class_axes[0], self.logits_soft_cap, self.implementation, self.precision)
 
     def of_terms(self, terms: Sequence[jax.Array], classes: int) -> list[jax.Array]:
         """Computes the results from `nll`, `lse`, the sum of the scores if there is smoothing, and the entropy or nothing."""
@@ -201,6 +202,7 @@ class LogProbHead:
     class_axis: int  # of the weight, 0 or 1
     logits_soft_cap: float | None
     implementation: str | None  # name of the one that must run, or None
+    precision: str = "default"  # of products, as `jax.lax.dot` takes it
 
     def terms(self, x, labels, scale=None, *, return_total=False, return_entropy=False) -> list[jax.Array]:
         """Computes the state `(m, d)`, the scores of the labels before a scale, and what the flags ask for."""

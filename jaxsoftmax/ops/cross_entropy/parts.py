@@ -21,10 +21,12 @@ _TILE = 128  # rows of one tile of tensor cores
 FILLS = {"scale": 1, "d": 1}
 
 
-def product(a: jax.Array, b: jax.Array, axes_of_a: int | tuple[int, ...], axes_of_b: int | tuple[int, ...], dtype) -> jax.Array:
-    """Multiplies two arrays along an axis of each, or along several."""
+def product(
+    a: jax.Array, b: jax.Array, axes_of_a: int | tuple[int, ...], axes_of_b: int | tuple[int, ...], dtype, precision: str
+) -> jax.Array:
+    """Multiplies two arrays along an axis of each, or along several; the precision is that of `jax.lax.dot`."""
     along_a, along_b = ((axes,) if isinstance(axes, int) else axes for axes in (axes_of_a, axes_of_b))
-    return lax.dot_general(a, b, ((along_a, along_b), ((), ())), preferred_element_type=dtype)
+    return lax.dot_general(a, b, ((along_a, along_b), ((), ())), precision, preferred_element_type=dtype)
 
 
 def by_parts(

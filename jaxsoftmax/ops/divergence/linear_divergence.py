@@ -12,7 +12,14 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxsoftmax._core import arguments
 from jaxsoftmax._core.choose import check_implementation
 from jaxsoftmax._core.dtypes import accumulator
-from jaxsoftmax.ops.cross_entropy.linear_layer import TEACHER, dtype_of_logits, linear_layer, more_operands, reduced_losses
+from jaxsoftmax.ops.cross_entropy.linear_layer import (
+    TEACHER,
+    dtype_of_logits,
+    linear_layer,
+    more_operands,
+    precision_of_products,
+    reduced_losses,
+)
 from jaxsoftmax.ops.cross_entropy.loss import Head
 from jaxsoftmax.ops.cross_entropy.xla import capped
 from jaxsoftmax.ops.divergence.api import js_divergence, kl_divergence
@@ -152,7 +159,7 @@ def linear_divergence(
     operands |= more_operands(_NAME, rows, classes, kind_of_sums, **more)
     dtype = dtype_of_logits(_NAME, kind_of_sums if logits_dtype is None else logits_dtype, hidden.dtype)
     names = arguments.axis_names(_NAME, axis_name)
-    head = DivergenceHead((axis, its_axis), dtype, soft_cap, implementation, names, kind, js_weight)
+    head = DivergenceHead((axis, its_axis), dtype, soft_cap, implementation, names, precision_of_products(), kind, js_weight)
     return reduced_losses(_NAME, head, operands, reduction)[0]
 
 

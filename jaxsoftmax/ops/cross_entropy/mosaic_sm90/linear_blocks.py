@@ -122,7 +122,7 @@ def _in_place(head, wrt, blocks, classes_of_block, *, weight, bias=None, **rows)
             new["hidden"] = linear_products.add_hidden(found["hidden"], g, block, window, **options)
         elif "hidden" in wrt:
             own = block if window is None else lax.dynamic_slice_in_dim(weight, start, size, axis)
-            new["hidden"] = found["hidden"] + parts.product(g, own, 1, axis, jnp.float32)
+            new["hidden"] = found["hidden"] + parts.product(g, own, 1, axis, jnp.float32, head.precision)
         if of_scale is not None:
             new["scale"] = found["scale"] + of_scale
         return new

@@ -89,7 +89,7 @@ def _by_blocks(blocks, params, operands) -> tuple[list[jax.Array], dict[str, jax
 def _with_weights(blocks, params, operands) -> tuple[list[jax.Array], dict[str, jax.Array]]:
     """Computes results, and gradients by name, for a part of the rows at a time."""
     head, wrt = params["head"], params["wrt"]
-    (axis,), classes = head.class_axes, _classes(head, operands)
+    classes = _classes(head, operands)
     rows = {name: operands[name] for name in ("hidden", "labels", "scale", "factors") if name in operands}
     weight, bias = operands["weight"], operands.get("bias")
     dtype, of_weight = rows["hidden"].dtype, weight.dtype
@@ -106,7 +106,7 @@ def _with_weights(blocks, params, operands) -> tuple[list[jax.Array], dict[str, 
         of_rows = linear_loss.merged(of_tiles, own_labels, classes, scale)
         terms, m, d = _terms(head, labels, classes, of_rows, scale)
         g = turn(weights, own_labels, *_numbers(head, of_tiles[0], m, d, of_rows[2], factors, scale, terms))
-        more = gradients_of_layer(wrt, g, hidden, weight, axis, of_weight)
+        more = gradients_of_layer(head, 0, wrt, g, hidden, weight, of_weight)
         by_rows = [more.pop("hidden")] if "hidden" in wrt else []
         by_rows += _by_scale(params, factors, scale, terms).values()
         results = [each[:count] for each in (*head.of_terms(terms, 1)[: 2 + head.return_entropy], *by_rows)]
