@@ -27,6 +27,7 @@ Examples:
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -36,9 +37,13 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxsoftmax._core import arguments
+from jaxsoftmax._core.choose import check_implementation
 from jaxsoftmax._core.dtypes import accumulator
+from jaxsoftmax.ops.cross_entropy.implementations import CROSS_ENTROPY_FAMILY
+from jaxsoftmax.ops.cross_entropy.linear_layer import linear_layer, more_operands, precision_of_products, reduced_losses
+from jaxsoftmax.ops.cross_entropy.policy import PolicyHead, policy_losses
 
-__all__ = ["dpo_loss", "group_advantages", "orpo_loss", "policy_gradient_loss", "simpo_loss"]
+__all__ = ["dpo_loss", "group_advantages", "linear_policy_gradient_loss", "orpo_loss", "policy_gradient_loss", "simpo_loss"]
 
 
 def policy_gradient_loss(
@@ -117,25 +122,146 @@ def policy_gradient_loss(
     log_p = _tokens(name, "log_p", log_p)
     like = {"old_log_p": old_log_p, "reference_log_p": reference_log_p, "entropy": entropy}
     like = {key: _shaped(name, key, array, log_p, "log_p") for key, array in like.items() if array is not None}
-    advantages = _real_array(name, "advantages", advantages)
-    if advantages.shape not in (log_p.shape, log_p.shape[:-1]):
-        allowed = f"{log_p.shape} of log_p, or that without its last axis"
-        raise ValueError(f"{name}: advantages must have the shape {allowed}, got {advantages.shape}")
-    if advantages.ndim < log_p.ndim:
-        advantages = jnp.broadcast_to(jnp.expand_dims(advantages, -1), log_p.shape)
+    advantages = _of_tokens(name, advantages, log_p, "log_p")
     where = _mask(name, "where", where, log_p)
     dtype = accumulator(log_p.dtype, advantages.dtype, *[array.dtype for array in like.values()])
     log_p, advantages = _counted(log_p, where, dtype), lax.stop_gradient(_counted(advantages, where, dtype))
     like = {key: _counted(array, where, dtype) for key, array in like.items()}
-    losses = _clipped(log_p - lax.stop_gradient(like.get("old_log_p", log_p)), advantages, low, high)
+    of_tokens = {"advantages": advantages, "old_log_p": like.get("old_log_p")}
     weight = _weight(name, "kl_weight", kl_weight, "reference_log_p", reference_log_p, dtype)
     if weight is not None:
-        d = lax.stop_gradient(like["reference_log_p"]) - log_p
-        losses += weight * (jnp.expm1(d) - d)
+        of_tokens |= {"kl_weight": weight, "reference_log_p": like["reference_log_p"]}
+    losses = policy_losses(log_p, of_tokens, low, high)
     weight = _weight(name, "entropy_weight", entropy_weight, "entropy", entropy, dtype)
     if weight is not None:
         losses -= weight * like["entropy"]
     return _reduced(losses, where, reduction)
+
+
+def linear_policy_gradient_loss(
+    hidden: ArrayLike,
+    weight: ArrayLike,
+    tokens: ArrayLike,
+    old_log_p: ArrayLike | None,
+    advantages: ArrayLike,
+    *,
+    clip: float | tuple[float, float] = 0.2,
+    reference_log_p: ArrayLike | None = None,
+    kl_weight: ArrayLike = 0.0,
+    where: ArrayLike | None = None,
+    reduction: Literal["token", "sequence", "sum"] = "token",
+    bias: ArrayLike | None = None,
+    temperature: ArrayLike | None = None,
+    class_axis: int = -1,
+    logits_soft_cap: float | None = None,
+    axis_name: str | Sequence[str] | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes the clipped loss of PPO, GRPO and DAPO from the last layer, with a matrix product less for its gradients.
+
+    The loss equals `policy_gradient_loss(linear_log_probs(hidden, weight, tokens, ...), old_log_p, advantages, ...)`, whose
+    gradients compute the logits once more. Here the same logits serve the loss and the gradients, for a part of the tokens
+    at a time: the loss of a token depends on no other token.
+
+    The gradient is by `hidden`, `weight`, `bias` and `temperature`. All other arrays count as constants. A loss with an
+    entropy, or with a ratio of whole sequences, needs `linear_log_probs`.
+
+    Args:
+      hidden: floating array `[*batch, length, H]` of 16 bits or more, the input of the last layer.
+      weight: floating array `[H, classes]`, or `[classes, H]` with `class_axis=0`. It is cast to the dtype of `hidden`. Its
+        gradient is summed over parts in the dtype of `weight`; float32 loses the least precision.
+      tokens: integers `[*batch, length]`. A token that is not the index of a class gives NaN.
+      old_log_p: floating array `[*batch, length]`, the log-probabilities of the tokens under the policy that drew them. None
+        stands for the policy itself: the ratio is 1, and the gradient that of REINFORCE.
+      advantages: real array `[*batch]`, one number for each sequence, or `[*batch, length]`, one for each token.
+      clip: how far the ratio may move below and above 1: a concrete number for both, or a pair of them; 0.2 by default.
+        `math.inf` does not clip.
+      reference_log_p: floating array `[*batch, length]`, the log-probabilities under a policy that is not trained, or None
+        (the default).
+      kl_weight: real number that multiplies the estimate of the divergence from that policy; 0 by default, which leaves it
+        out. It may be traced.
+      where: boolean mask that broadcasts to `[*batch, length]`, True at tokens that count, or None (the default). Arrays may
+        hold anything at other tokens.
+      reduction: "token" (the default) and "sequence" return the means that `policy_gradient_loss` returns, "sum" the sum over
+        the tokens that count. Inside a `shard_map` they are those of the tokens of one device.
+      bias: floating array that broadcasts to `[classes]`; None (the default) for no bias.
+      temperature: real number or array that broadcasts to `[*batch, length]`, larger than 0, which divides the scores; None
+        (the default) for 1. It may be traced.
+      class_axis: axis of `weight` that has the classes; -1 by default.
+      logits_soft_cap: the scores are `logits_soft_cap * tanh(logits / logits_soft_cap)`; a concrete positive number. None
+        (the default) for no cap.
+      axis_name: name or names of the mesh axes over which the classes of `weight` and `bias` are sharded, for calls inside
+        a `shard_map`; None (the default) if they are not sharded there.
+      implementation: name of the implementation that must run: "mosaic", "triton" or "xla". None (the default) takes the
+        best one for the platform, shape and dtype.
+
+    Returns:
+      The loss, a scalar, and the log-probabilities of the tokens, `[*batch, length]`, which count as constants, and are 0 at
+      tokens that do not count; float32, or float64 if `hidden` is float64.
+
+    Raises:
+      TypeError: an array has a wrong kind of dtype, or an argument that must be concrete is traced.
+      ValueError: a shape does not fit `hidden` or `weight`, `clip` is negative or no pair, `kl_weight` comes without its
+        array, a number is out of range, or `reduction` or `implementation` is no name of one.
+      NotImplementedError: the named `implementation` cannot run this call. The message gives the reason.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxsoftmax
+      >>> from jaxsoftmax import rl
+      >>> keys = jax.random.split(jax.random.key(0), 3)
+      >>> hidden = jax.random.normal(keys[0], (4, 6, 16))  # samples, length, units
+      >>> weight = jax.random.normal(keys[1], (16, 100))
+      >>> tokens = jax.random.randint(keys[2], (4, 6), 0, 100)
+      >>> advantages = rl.group_advantages(jnp.array([0.0, 1.0, 1.0, 0.0]))
+      >>> def loss(hidden, weight):
+      ...     return rl.linear_policy_gradient_loss(hidden, weight, tokens, None, advantages)
+      >>> with jax.default_matmul_precision("highest"):
+      ...     (value, log_p), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, weight)
+      ...     expected = jaxsoftmax.linear_log_probs(hidden, weight, tokens)
+      >>> bool(jnp.allclose(log_p, expected, atol=1e-5))
+      True
+      >>> print([gradient.shape for gradient in gradients])
+      [(4, 6, 16), (16, 100)]
+
+    Memory, work and kernels are those of `linear_cross_entropy` with `reduction="mean"`, except that logits in memory are not
+    rounded: three products, and four in float16 or for examples of a `vmap` that share the layer.
+
+    Source: that of `policy_gradient_loss`; Milakov and Gimelshein 2018, arXiv:1805.02867, for the log-sum-exp.
+    """
+    name = "linear_policy_gradient_loss"
+    check_implementation(CROSS_ENTROPY_FAMILY, name, implementation)
+    arguments.check_choice(name, "reduction", reduction, "token", "sequence", "sum")
+    low, high = _bounds(name, clip)
+    hidden, weight, axis = linear_layer(name, hidden, weight, class_axis)
+    if hidden.ndim < 2:
+        raise ValueError(f"{name}: hidden must be [*batch, length, H], got shape {hidden.shape}")
+    rows, kind, classes = hidden.shape[:-1], accumulator(hidden.dtype), weight.shape[axis]
+    tokens = arguments.array(name, "tokens", tokens, "integers")
+    if tokens.shape != rows:
+        raise ValueError(f"{name}: tokens must have the shape {rows} of hidden without its last axis, got {tokens.shape}")
+    mask = _mask(name, "where", where, tokens)
+    like = {"old_log_p": old_log_p, "reference_log_p": reference_log_p}
+    like = {key: _shaped(name, key, array, tokens, "tokens") for key, array in like.items() if array is not None}
+    like["advantages"] = _of_tokens(name, advantages, tokens, "tokens")
+    strength = _weight(name, "kl_weight", kl_weight, "reference_log_p", reference_log_p, kind)
+    if strength is None:
+        like.pop("reference_log_p", None)
+    else:
+        like["kl_weight"] = jnp.full(rows, strength, kind)
+    sample_weight = None
+    if where is not None:
+        share = mask.astype(kind)
+        sample_weight = share / jnp.maximum(jnp.sum(share, -1, keepdims=True), 1) if reduction == "sequence" else share
+    more = {"bias": bias, "temperature": temperature, "sample_weight": sample_weight}
+    operands = {"hidden": hidden, "weight": weight, "labels": tokens} | more_operands(name, rows, classes, kind, **more)
+    operands |= {key: lax.stop_gradient(_counted(array, mask, kind)) for key, array in like.items()}
+    cap = None if logits_soft_cap is None else arguments.soft_cap(name, logits_soft_cap, kind)
+    names, dtype = arguments.axis_names(name, axis_name), jnp.dtype(kind).name
+    head = PolicyHead((axis,), dtype, cap, implementation, names, precision_of_products(), low=low, high=high)
+    loss, log_p = reduced_losses(name, head, operands, "sum" if reduction == "sum" else "mean", (True,))
+    return loss, lax.stop_gradient(log_p)
 
 
 def group_advantages(rewards: ArrayLike, *, axis: int = -1, normalize: bool = True, eps: float = 1e-4) -> jax.Array:
@@ -370,6 +496,17 @@ def _shaped(function: str, name: str, value: Any, like: jax.Array, of: str) -> j
     return array
 
 
+def _of_tokens(function: str, advantages: Any, like: jax.Array, of: str) -> jax.Array:
+    """Returns the advantages of tokens, in the shape of `like`, which is the argument `of`."""
+    advantages = _real_array(function, "advantages", advantages)
+    if advantages.shape not in (like.shape, like.shape[:-1]):
+        allowed = f"{like.shape} of {of}, or that without its last axis"
+        raise ValueError(f"{function}: advantages must have the shape {allowed}, got {advantages.shape}")
+    if advantages.ndim < like.ndim:
+        advantages = jnp.broadcast_to(jnp.expand_dims(advantages, -1), like.shape)
+    return advantages
+
+
 def _mask(function: str, name: str, value: Any, log_p: jax.Array) -> jax.Array:
     """Returns the mask of the tokens that count, in the shape of `log_p`."""
     if value is None:
@@ -395,18 +532,6 @@ def _bounds(function: str, clip: Any) -> tuple[float, float]:
     if not (low >= 0 and high >= 0):
         raise ValueError(f"{function}: clip must not be negative, got {arguments.shown(clip)}")
     return math.log1p(-low) if low < 1 else -math.inf, math.log1p(high)
-
-
-def _clipped(log_ratio: jax.Array, advantages: jax.Array, low: float, high: float) -> jax.Array:
-    """Returns the clipped loss of each token; `low` and `high` bound the logarithm of the ratio.
-
-    Only one bound acts: `high` where the advantage is positive, `low` where it is negative. The ratio is clipped before the
-    exponential, so that the gradient of a bound, 0, is not multiplied by an infinite ratio. Where the advantage is 0 any bound
-    serves that keeps the ratio finite.
-    """
-    least = jnp.where(advantages < 0, low, -jnp.inf).astype(log_ratio.dtype)
-    most = jnp.where(advantages > 0, high, jnp.where(advantages < 0, jnp.inf, 0)).astype(log_ratio.dtype)
-    return -advantages * jnp.exp(jnp.clip(log_ratio, least, most))
 
 
 def _real_array(function: str, name: str, value: Any) -> jax.Array:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import math
 import re
 from dataclasses import replace
 from unittest import mock
@@ -19,6 +20,7 @@ from jaxsoftmax._core.implementation import Refusal
 from jaxsoftmax._core.target import HOPPER
 from jaxsoftmax.ops.cross_entropy import linear_terms, parts
 from jaxsoftmax.ops.cross_entropy.loss import LossHead
+from jaxsoftmax.ops.cross_entropy.policy import PolicyHead
 from jaxsoftmax.ops.cross_entropy.xla import NO_CLASS, NO_ROW
 from jaxsoftmax.ops.softmax import across_devices
 
@@ -76,9 +78,9 @@ def in_float64(head, operands):
     return {"losses": nll + head.z_loss * lse**2, "lse": lse, "entropy": entropy} | gradients
 
 
-def check(found, expected, of_rows=1e-6):
+def check(found, expected, of_rows=1e-6, of_bias=0.005):
     """Weights, the gradient of the logits, and gradients are rounded to 16 bits. Numbers of rows err by `of_rows` at most."""
-    most = dict.fromkeys(("hidden", "weight", "bias"), 0.005)
+    most = {"hidden": 0.005, "weight": 0.005, "bias": of_bias}
     for name, each in found.items():
         assert np.all(np.isfinite(np.float64(each))), name
         assert each.shape == expected[name].shape, name
@@ -213,6 +215,30 @@ def test_interpreted_gradients_where_a_z_loss_has_no_slope():
     found, expected = run(head, ("hidden",), operands), in_float64(head, operands)
     error = np.linalg.norm(np.float64(found["hidden"]) - expected["hidden"])
     assert error <= 0.005 * np.linalg.norm(expected["hidden"])
+
+
+@pytest.mark.usefixtures("plain_functions")
+@pytest.mark.parametrize("kind", ["plain", "everything"])
+@pytest.mark.parametrize("shape", [(300, 64, 512, 0), SHAPES[2]], ids=cases.ident)
+def test_interpreted_losses_of_a_policy(shape, kind, monkeypatch):
+    """The derivative of a loss is known behind the first kernel of each part; half of the ratios are clipped."""
+    monkeypatch.setattr(parts, "MOST_WITH_GRADIENT", 128 * 512 * 2)
+    options = {name: KINDS[kind][name] for name in ("has_bias", "is_scaled") if name in KINDS[kind]}
+    operands, rng, head = operands_of(shape, 1.0, **options), np.random.default_rng(2), head_of(shape)
+    nll = in_float64(head, operands)["losses"]
+    advantages, ratio, d = rng.standard_normal(shape[0]), rng.uniform(0.6, 1.6, shape[0]), rng.uniform(-1, 1, shape[0])
+    of_policy = {"advantages": advantages, "old_log_p": -nll - np.log(ratio)}
+    of_policy |= {"reference_log_p": d - nll, "kl_weight": np.full(shape[0], 0.3)}
+    low, high = 0.8, 1.28
+    losses = -np.minimum(ratio * advantages, np.clip(ratio, low, high) * advantages) + 0.3 * (np.exp(d) - d - 1)
+    is_clipped = np.where(advantages > 0, ratio > high, ratio < low)
+    slopes = np.where(is_clipped, 0, advantages * ratio) + 0.3 * np.expm1(d)  # by the negative log-probability
+    expected = in_float64(head, operands | {"factors": operands["factors"] * slopes})
+    expected |= {"losses": losses, "lse": -nll}  # its second result are log-probabilities
+    policy = PolicyHead(head.class_axes, None, None, None, low=math.log(low), high=math.log(high))
+    of_policy = {name: each.astype(np.float32) for name, each in of_policy.items()}
+    # The gradient of the logits adds up to a small one of the bias, which is 0.006 away where that alone is rounded.
+    check(run(policy, wrt_of(operands), operands | of_policy), expected, of_rows=1e-5, of_bias=0.01)
 
 
 @pytest.mark.parametrize("size", [200, -200])

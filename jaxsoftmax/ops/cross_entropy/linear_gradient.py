@@ -1,8 +1,8 @@
 """The losses of a linear layer together with their gradients, where the factors of the rows are known, as a primitive.
 
-    linear_cross_entropy_gradient  from a factor of each row: the results of `LossHead`, which are the losses and the
-                                   log-sum-exp, and the entropy if the head asks for it; and then the derivatives of
-                                   sum(factors * losses) by the operands that `wrt` names
+    linear_cross_entropy_gradient  from a factor of each row: the results of `LossHead` or `PolicyHead`, which are the losses,
+                                   the log-sum-exp or the log-probabilities, and the entropy if the head asks for it; and
+                                   then the derivatives of sum(factors * losses) by the operands that `wrt` names
 
 It takes three products, as a loss with all logits in memory does: logits are computed once. A kernel may take four for a weight
 that is not aligned. Examples of a batch may share the weight and the bias, and have gradients of their own.
@@ -26,7 +26,9 @@ from jaxsoftmax.ops.cross_entropy.linear_parts import Wanted, gradients_of_parts
 _HIDDEN = Operand("hidden", ("rows", None), may_be_one=False)
 _OF_ROWS = Operand("labels", ("rows",), may_be_one=False)
 _WEIGHT, _BIAS = Operand("weight", (None, None)), Operand("bias", (None,))
-_OPERANDS = (_HIDDEN, _WEIGHT, _OF_ROWS, _BIAS, _OF_ROWS.called("scale"), _OF_ROWS.called("factors"))
+# What a `PolicyHead` takes of rows.
+OF_POLICY = ("advantages", "old_log_p", "reference_log_p", "kl_weight")
+_OPERANDS = (_HIDDEN, _WEIGHT, _OF_ROWS, _BIAS, *map(_OF_ROWS.called, ("scale", *OF_POLICY, "factors")))
 
 
 def _results(*, head, wrt, **params) -> list[Operand]:
@@ -68,8 +70,8 @@ def reference(*, head, wrt, factors, machine=ONE_DEVICE, **operands: Any) -> lis
     options = {"is_first_apart": machine.devices == 1 and not head.axis_name}
 
     def of_one(operands, factors):
-        rows = {name: operands[name] for name in ("labels", "scale") if name in operands}
-        layer = {name: operand for name, operand in operands.items() if name not in rows}
+        layer = {name: operands[name] for name in ("hidden", "weight", "bias") if name in operands}
+        rows = {name: operand for name, operand in operands.items() if name not in layer}
         wanted = Wanted((tuple([name for name in wrt if name in layer]),), tuple([name for name in wrt if name in rows]))
         results, (by_layer,), by_rows = gradients_of_parts(head, (layer,), rows, [factors], wanted, **options)
         gradients = by_layer | by_rows

@@ -104,7 +104,8 @@ def reduced_losses(
     Args:
       function: name of the public function, for errors.
       head: the loss; its `axis_name` has the mesh axes that the caller names.
-      operands: those of the layers, and of rows: `labels`, `scale` and `sample_weight`, each only if there is one.
+      operands: those of the layers, and of rows: `labels`, `scale`, `sample_weight`, and what the head takes, each only if
+        there is one.
       reduction: "mean", "sum" or "none".
       flags: for each of the other results, whether to return it.
       keeps: marks the labels of rows that count; None if all do.
@@ -143,7 +144,7 @@ def _local_losses(function, head, names, classes, reduction, flags, keeps, row_a
     if is_partial:  # what rows hold that do not count must not be in gradients: 0 * NaN is NaN
         counts = factors != 0
         others = {"labels": NO_ROW if operands.get("labels", factors).dtype == jnp.int32 else 0, "scale": 1}
-        operands = {name: _where(counts, each, others[name]) for name, each in operands.items()}
+        operands = {name: _where(counts, each, others.get(name, 0)) for name, each in operands.items()}
         layers = [layer | {"hidden": _where(counts, layer["hidden"], 0)} for layer in layers]
     if reduction == "mean":
         total = lax.psum(jnp.sum(factors), row_axes)

@@ -6,7 +6,7 @@ The terms of a row are its `nll` and `lse`, with label smoothing the sum of its 
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -109,13 +109,16 @@ class LossHead(Head):
     z_loss: float = 0.0  # factor of `lse**2` in the loss
     return_entropy: bool = False
 
+    operands_of_loss: ClassVar[tuple[str, ...]] = ()  # names of those of rows that the loss takes beside labels and scale
+
     def of_rows(self, layers, rows):
         """Computes the results of all rows from one layer."""
         (layer,), head = layers, self.of_log_probs()
         flags = ("return_total",) * (self.label_smoothing > 0) + ("return_entropy",) * self.return_entropy
-        operands = layer | rows | {"labels": rows["labels"][:, None]}
-        log_p, *terms, _, _ = results_of_rows(head, self.axis_name, flags, operands)
-        return self.of_terms([-log_p[:, 0], *terms], layer["weight"].shape[head.class_axis])
+        of_rows = {name: array for name, array in rows.items() if name not in self.operands_of_loss}
+        of_rows["labels"] = rows["labels"][:, None]
+        log_p, *terms, _, _ = results_of_rows(head, self.axis_name, flags, layer | of_rows)
+        return self.of_terms([-log_p[:, 0], *terms], layer["weight"].shape[head.class_axis], rows)
 
     def gradients_of_rows(self, layers, rows, factors, wanted):
         """Computes what `gradients_of_parts` returns, by a primitive."""
@@ -139,10 +142,12 @@ class LossHead(Head):
         params = {"axes": (1,), "dtype": factors.dtype, "soft_cap": self.logits_soft_cap}
         params |= {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
         more = {"gradient_dtype": dtype, "return_entropy": self.return_entropy or "scale" in wanted.rows}
+        if self.operands_of_loss:
+            more["factors_of"] = lambda t, nll: self.factors(t[:, 0], nll[:, 0], rows)[:, None]
         if self.axis_name:
             operands |= {"scale": _column(scale), "cuts": self.cuts(classes)}
             gradient, *terms = across_devices.cross_entropy_gradient(self._run, **operands, **params, **more)
-        elif scale is not None or x.dtype != dtype or self.return_entropy:
+        elif scale is not None or x.dtype != dtype or self.return_entropy or self.operands_of_loss:
             forward = functools.partial(self._run, CROSS_ENTROPY)
             backward = functools.partial(self._run, CROSS_ENTROPY_VJP, replaces=True)
             operands["scale"] = _column(scale)
@@ -150,8 +155,9 @@ class LossHead(Head):
         else:
             gradient, *terms = self._run(CROSS_ENTROPY_GRADIENT, operands, **params)
         terms = [jnp.squeeze(term, 1) for term in terms]
+        factors = self.factors(factors, terms[0], rows)
         found = {"scale": self.share(self.by_scale(factors, scale, terms, classes))} if "scale" in wanted.rows else {}
-        results = self.of_terms(terms, classes)
+        results = self.of_terms(terms, classes, rows)
         return results[: 2 + self.return_entropy], [gradient], found
 
     def bytes_of_logit(self, dtype, *, has_gradient):
@@ -163,8 +169,14 @@ class LossHead(Head):
         """Returns the head of the log-probabilities of the labels."""
         return LogProbHead(self.class_axes[0], self.logits_soft_cap, self.implementation, self.precision)
 
-    def of_terms(self, terms: Sequence[jax.Array], classes: int) -> list[jax.Array]:
+    def factors(self, factors: jax.Array, nll: jax.Array, rows: dict[str, jax.Array]) -> jax.Array:
+        """Computes the derivatives of `sum(factors * losses)` by the cross-entropy without z-loss, from `nll`."""
+        del nll, rows
+        return factors
+
+    def of_terms(self, terms: Sequence[jax.Array], classes: int, rows: dict[str, jax.Array]) -> list[jax.Array]:
         """Computes the results from `nll`, `lse`, the sum of the scores if there is smoothing, and the entropy or nothing."""
+        del rows
         n_terms = 2 + (self.label_smoothing > 0)
         classes = max(classes, 1) * lax.axis_size(self.axis_name)
         losses = combined(*terms[:n_terms], label_smoothing=self.label_smoothing, z_loss=self.z_loss, classes=classes)

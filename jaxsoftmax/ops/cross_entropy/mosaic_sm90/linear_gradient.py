@@ -73,24 +73,26 @@ def _by_blocks(blocks, params, operands) -> tuple[list[jax.Array], dict[str, jax
     """Computes results, and gradients by name, by the kernels of log-probabilities, which compute logits twice."""
     head, wrt = params["head"], params["wrt"]
     factors, labels, of_log_probs = operands.pop("factors"), operands["labels"], head.of_log_probs()
+    of_loss = {name: operands.pop(name) for name in head.operands_of_loss if name in operands}
     operands["labels"] = own_labels = _own_labels(head, labels, classes := _classes(head, operands))
     scale, has_entropy = operands.get("scale"), _needs_entropy(params)
     of_rows = linear_loss.terms_of_rows(of_log_probs, blocks, **operands, return_entropy=has_entropy)
     terms, m, d = _terms(head, labels, classes, of_rows, scale)
+    factors = head.factors(factors, terms[0], of_loss)
     numbers = xla.factors(factors, terms[1], 0, head.z_loss, 1)
     b = jnp.where((factors != 0) & (d == 0), jnp.nan, numbers["b"])  # of a row of no scores, whose loss is NaN
     operands |= {"labels": own_labels[:, None], "m": m, "d": d, "a": numbers["a"], "b": b[:, None]}
     of_layer = tuple([name for name in wrt if name != "scale"])
     gradients = linear_blocks.by_blocks(of_log_probs, of_layer, blocks, operands)
     found = dict(zip(of_layer, gradients, strict=True)) | _by_scale(params, factors, scale, terms)
-    return head.of_terms(terms, 1)[: 2 + head.return_entropy], found
+    return head.of_terms(terms, 1, of_loss)[: 2 + head.return_entropy], found
 
 
 def _with_weights(blocks, params, operands) -> tuple[list[jax.Array], dict[str, jax.Array]]:
     """Computes results, and gradients by name, for a part of the rows at a time."""
     head, wrt = params["head"], params["wrt"]
     classes = _classes(head, operands)
-    rows = {name: operands[name] for name in ("hidden", "labels", "scale", "factors") if name in operands}
+    rows = {name: operand for name, operand in operands.items() if name not in ("weight", "bias")}
     weight, bias = operands["weight"], operands.get("bias")
     dtype, of_weight = rows["hidden"].dtype, weight.dtype
     weight = weight.astype(dtype)  # once for all parts
@@ -105,11 +107,12 @@ def _with_weights(blocks, params, operands) -> tuple[list[jax.Array], dict[str, 
         weights, *of_tiles = weigh(hidden, weight, own_labels, bias, scale)
         of_rows = linear_loss.merged(of_tiles, own_labels, classes, scale)
         terms, m, d = _terms(head, labels, classes, of_rows, scale)
+        factors = head.factors(factors, terms[0], own)
         g = turn(weights, own_labels, *_numbers(head, of_tiles[0], m, d, of_rows[2], factors, scale, terms))
         more = gradients_of_layer(head, 0, wrt, g, hidden, weight, of_weight)
         by_rows = [more.pop("hidden")] if "hidden" in wrt else []
         by_rows += _by_scale(params, factors, scale, terms).values()
-        results = [each[:count] for each in (*head.of_terms(terms, 1)[: 2 + head.return_entropy], *by_rows)]
+        results = [each[:count] for each in (*head.of_terms(terms, 1, own)[: 2 + head.return_entropy], *by_rows)]
         return more if sums is None else jax.tree.map(jnp.add, sums, more), results
 
     most, bytes_of_row = parts.MOST_WITH_GRADIENT, classes * dtype.itemsize
