@@ -24,14 +24,14 @@ Sample = Callable[[Sequence[Any], Any], list[tuple[Any, Any]]]
 
 
 class Library:
-    """Stands for the functions of `jaxsoftmax` and `jaxsoftmax.cache` in all cells. They run on `implementation` if set."""
+    """Stands for the functions of `jaxsoftmax`, its `cache` and its `rl` in all cells. They run on `implementation` if set."""
 
     def __init__(self) -> None:
         self.implementation: str | None = None
 
     def __getattr__(self, op: str) -> Callable[..., Any]:
-        cache = getattr(jaxsoftmax, "cache", None)  # a checkout before 0.1.0 has its functions in `jaxsoftmax`
-        function = getattr(cache if op in getattr(cache, "__all__", ()) else jaxsoftmax, op)
+        modules = [getattr(jaxsoftmax, name, None) for name in ("cache", "rl")]  # a checkout before 0.1.0 has none of them
+        function = getattr(next((each for each in modules if op in getattr(each, "__all__", ())), jaxsoftmax), op)
         return function if self.implementation is None else functools.partial(function, implementation=self.implementation)
 
     def refuses(self, problem: Exception) -> bool:

@@ -2,7 +2,9 @@
 
 A shape has the tokens, the hidden size and the vocabulary. Gradients are those by hidden states and weight, for a cotangent of
 each result. With the option `temperatures` logits are divided by a number for each row, and with `temperature` by one number.
-`grpo` is the loss of GRPO without a divergence: the mean of clipped ratios over the tokens that count.
+`grpo` is the loss of GRPO without a divergence: the mean of clipped ratios over the tokens that count. It is computed from
+log-probabilities, and with `products=3` by `rl.linear_policy_gradient_loss`, which computes the logits once, and adds up the
+gradient of the weight in 16 bits.
 
 `flops` are those of the products alone: of one forward, and of four with the gradients, since logits that are not kept are
 computed twice. `bytes` are those of hidden states and weight, and of their gradients. The peer `products` is the same products
@@ -59,7 +61,7 @@ def cells(shrink: int = 1) -> list[Cell]:
         for (shape, class_axis), options in kinds
         for entropy in (False, True)
     ]
-    return [*found, grpo_cell(*(size // shrink for size in GRPO))]
+    return [*found, *(grpo_cell(*(size // shrink for size in GRPO), products=products) for products in (4, 3))]
 
 
 def cell_of(
@@ -118,7 +120,8 @@ def cell_of(
     return _cell("linear_log_probs", backward, shape, " ".join(words), inputs, tuple(contenders), sample)
 
 
-def grpo_cell(tokens: int, hidden_size: int, vocabulary: int) -> Cell:
+def grpo_cell(tokens: int, hidden_size: int, vocabulary: int, *, products: int) -> Cell:
+    """A cell of GRPO's loss; three products are those of the function that has the loss in it."""
     shape = tokens, hidden_size, vocabulary
 
     def of(layer):
@@ -132,16 +135,17 @@ def grpo_cell(tokens: int, hidden_size: int, vocabulary: int) -> Cell:
         return lambda: run
 
     contenders = (
-        Contender(OURS, of(functools.partial(_ours, 1))),
+        Contender(OURS, of(functools.partial(_ours, 1)) if products == 4 else lambda: _policy_gradient),
         *(Contender(name, of(functools.partial(_of_jax, "hv", dtype))) for name, dtype in _OF_JAX.items()),
         # Its own loss of GRPO makes the products for the gradients in float32, and would take seconds.
         _liger("liger", 1, _loss_of_grpo, lambda *of_rows: _rows_of_grpo(*of_rows)[1:]),
     )
     sample = functools.partial(_sample, _policy_of_grpo, _rows_of_grpo, "hv", True)
-    return _cell("grpo", True, shape, "", functools.partial(_inputs_of_grpo, shape=shape), contenders, sample)
+    inputs, options = functools.partial(_inputs_of_grpo, shape=shape), "products=3" if products == 3 else ""
+    return _cell("grpo", True, shape, options, inputs, contenders, sample, products)
 
 
-def _cell(op, backward, shape, options, inputs, contenders, sample) -> Cell:
+def _cell(op, backward, shape, options, inputs, contenders, sample, products=4) -> Cell:
     tokens, hidden_size, vocabulary = shape
     return Cell(
         op,
@@ -153,7 +157,7 @@ def _cell(op, backward, shape, options, inputs, contenders, sample) -> Cell:
         inputs,
         contenders,
         linear._no_truth,
-        flops=(4 if backward else 1) * 2 * math.prod(shape),
+        flops=(products if backward else 1) * 2 * math.prod(shape),
         sample=sample,
         fewer=lambda inputs, output: [],
         program=True,
@@ -195,6 +199,16 @@ def _of_jax(letters, dtype, hidden, weight, tokens, temperature, entropy):
 
 def _logits(hidden, weight, letters, dtype=_DTYPE):
     return jnp.einsum(f"th,{letters}->tv", hidden, weight, preferred_element_type=dtype)
+
+
+def _policy_gradient(hidden, weight, tokens, *of_rows):
+    tokens, old, advantages, mask = (each[None] for each in (tokens, *of_rows))  # one sequence
+
+    def loss(hidden, weight):
+        options = {"clip": log_probs.CLIP, "where": mask}
+        return library.linear_policy_gradient_loss(hidden[None], weight, tokens, old, advantages, **options)[0]
+
+    return jax.value_and_grad(loss, (0, 1))(hidden, weight)
 
 
 def _of_logits(logits, tokens, temperature, entropy):

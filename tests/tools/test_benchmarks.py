@@ -541,7 +541,8 @@ MISSED_LINEAR_LOG_PROBS = [
     ("linear_log_probs forward bfloat16 5000x3072x50257 entropy=1", "liger", {"us": 950.0}, "1.053"),
     (f"linear_log_probs {BOTH} bfloat16 8192x2048x32000 temperature=0.75", "liger", {"us": 990.0}, "1.01"),
     (f"grpo {BOTH} bfloat16 32768x4096x151936", "liger", {"us": 800.0}, "1.25"),
-    (f"grpo {BOTH} bfloat16 32768x4096x151936", "mosaic", {"us": 1300.0}, "0.65"),
+    (f"grpo {BOTH} bfloat16 32768x4096x151936", "mosaic", {"error": 0.3}, "0.3"),
+    (f"grpo {BOTH} bfloat16 32768x4096x151936 products=3", "mosaic", {"us": 1300.0}, "0.65"),
     (f"grpo {BOTH} bfloat16 32768x4096x151936", "mosaic", {"temporaries": 3 * 10**8}, "0.075"),
     (f"grpo {BOTH} bfloat16 32768x4096x151936", "jax.numpy", {"temporaries": None}, "no temporaries"),
     (f"grpo {BOTH} bfloat16 32768x4096x151936", "jax.numpy", {"implementation": "none"}, "jax.numpy not measured"),
@@ -1676,7 +1677,7 @@ def test_the_error_of_whole_logits_is_a_quarter_and_sums_in_the_dtype_add_to_it(
 
 
 def test_cells_of_linear_log_probs():
-    *cells, grpo = LINEAR_LOG_PROBS.values()
+    *cells, grpo, with_loss = LINEAR_LOG_PROBS.values()
     layers = [*linear_log_probs.SHAPES, linear_log_probs.SHAPES[0]]
     of_jax = ["jax.numpy", "jax.numpy bfloat16"]
     for passes, of_pass, words, peers in (
@@ -1695,8 +1696,10 @@ def test_cells_of_linear_log_probs():
             assert cell.flops == passes * 2 * np.prod(cell.shape)
             assert cell.bytes == min(passes, 2) * 2 * cell.shape[1] * (cell.shape[0] + cell.shape[2])
     assert len(cells) == 28
-    assert grpo.shape == (32768, 4096, 151936)
-    assert [contender.name for contender in grpo.contenders] == [OURS, *of_jax, "liger"]
+    for cell, products, options in ((grpo, 4, ""), (with_loss, 3, "products=3")):
+        assert (cell.shape, cell.options) == ((32768, 4096, 151936), options)
+        assert cell.flops == products * 2 * np.prod(cell.shape)
+        assert [contender.name for contender in cell.contenders] == [OURS, *of_jax, "liger"]
 
 
 TINY_LINEAR_LOG_PROBS = {cell.name: cell for cell in linear_log_probs.cells(64)}
@@ -1709,6 +1712,7 @@ TINY_LINEAR_LOG_PROBS = {cell.name: cell for cell in linear_log_probs.cells(64)}
         f"linear_log_probs {BOTH} bfloat16 128x64x2004 class_axis=0 entropy=1 temperatures=1",
         f"linear_log_probs {BOTH} bfloat16 128x32x500 temperature=0.75",
         f"grpo {BOTH} bfloat16 512x64x2374",
+        f"grpo {BOTH} bfloat16 512x64x2374 products=3",
         slow=[
             "linear_log_probs forward bfloat16 78x48x785 entropy=1",
             f"linear_log_probs {BOTH} bfloat16 78x48x785 temperatures=1",
@@ -1735,6 +1739,7 @@ def test_cells_of_linear_log_probs_run(name):
         f"linear_log_probs {BOTH} bfloat16 128x32x500 entropy=1 temperatures=1",
         f"linear_log_probs {BOTH} bfloat16 128x32x500 entropy=1 temperature=0.75",
         f"grpo {BOTH} bfloat16 512x64x2374",
+        f"grpo {BOTH} bfloat16 512x64x2374 products=3",
     ],
 )
 def test_the_truth_of_linear_log_probs(name, monkeypatch):
