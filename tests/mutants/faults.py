@@ -2012,6 +2012,27 @@ FAULTS = (
         "tests/cross_entropy/test_linear_batches.py -k 'memory_of_one_call and probabilities'",
     ),
     Fault(
+        "policies: gradients have the factors of a cross-entropy where XLA multiplies",
+        f"{_LOSS}/loss.py",
+        "if self.operands_of_loss:",
+        "if not self.operands_of_loss:",
+        "tests/rl/test_linear_policy.py -k 'those_of_whole_logits and reinforce'",
+    ),
+    Fault(
+        "policies: gradients have the factors of a cross-entropy in the kernel",
+        f"{_LOSS}/mosaic_sm90/linear_gradient.py",
+        "factors = head.factors(factors, terms[0], own)",
+        "factors = factors * 1",
+        "tests/cross_entropy/test_linear_gradient.py -k 'of_a_policy and plain'",
+    ),
+    Fault(
+        "policies: rows that fill up a part have a loss",
+        f"{_LOSS}/policy.py",
+        "jnp.where(factors != 0, nll, 0))",
+        "nll)",
+        "tests/rl/test_linear_policy.py -k 'those_of_whole_logits and kl'",
+    ),
+    Fault(
         "linear losses: logits of terms have the default precision",
         f"{_LOSS}/linear_terms.py",
         "product(hidden, weight.astype(hidden.dtype), 1, 1 - head.class_axis, kind, head.precision)",

@@ -310,7 +310,7 @@ def test_errors_name_the_argument_and_say_what_is_allowed(call, message):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", [(4, 300, 256, 50304), (3, 427, 128, 32000), (2, 260, 320, 50257)], ids=cases.ident)
 def test_native_loss_and_gradients(shape, form, monkeypatch):
-    """In several parts or blocks, with weights that are aligned or not, against whole logits."""
+    """Weights are aligned or not, and there are several parts or blocks; against whole logits."""
     sequences, length, units, classes = shape
     monkeypatch.setattr(parts, "MOST_WITH_GRADIENT", 512 * classes * 2)
     arrays, options = of_form(form, dtype=np.float32, sequences=sequences, length=length)

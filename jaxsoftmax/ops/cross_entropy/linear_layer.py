@@ -60,7 +60,7 @@ def more_operands(
 
 def inverse_of_temperatures(function: str, temperature, rows: tuple[int, ...], kind) -> jax.Array:
     """Returns the inverse of temperatures, `[*rows]`; NaN for those that are not larger than 0."""
-    if not (isinstance(temperature, jax.Array) or hasattr(temperature, "__jax_array__")):  # these may be traced
+    if isinstance(temperature, int | float | np.generic | np.ndarray):  # others may be traced, or are no numbers
         numbers = np.asarray(temperature)
         is_real = numbers.dtype.kind in "fiu" or numbers.dtype == jnp.bfloat16
         least = jnp.finfo(kind).tiny
