@@ -232,7 +232,7 @@ CALLS = {
         {"hidden": np.zeros((2, 3, 4), np.float32), "weight": np.zeros((4, 5), np.float32)}
         | {"tokens": np.zeros((2, 3), np.int32)}
         | dict.fromkeys(("old_log_p", "advantages", "reference_log_p"), X),
-        dict.fromkeys(("hidden", "weight", "tokens", "reduction"), set())
+        {name: set() for name in ("hidden", "weight", "tokens", "reduction")}
         | {"old_log_p": TOKENS | {"None"}, "advantages": TOKENS, "reference_log_p": TOKENS | {"None"}, "where": MASK}
         | {"clip": CONCRETE | {"floats", "ints"}, "kl_weight": WEIGHT, "bias": {"None", "a float", "nan", "a traced float"}}
         | {"temperature": WEIGHT - {"nan", "a long double"} | {"None", "a traced array"}, "class_axis": SIZES}

@@ -876,7 +876,7 @@ FAULTS = (
     ),
     Fault(
         "rl: a ratio overflows where the advantage is 0",
-        "jaxsoftmax/rl.py",
+        f"{_LOSS}/policy.py",
         "jnp.where(advantages < 0, jnp.inf, 0)",
         "jnp.inf",
         "tests/rl/test_rl.py -k 'overflow or bounds'",
@@ -2063,8 +2063,8 @@ FAULTS = (
     Fault(
         "linear losses: a temperature is no operand of rows",
         f"{_LOSS}/linear_gradient.py",
-        'rows = {name: operands[name] for name in ("labels", "scale") if name in operands}',
-        'rows = {"labels": operands.pop("labels")} | {"none": operands.pop("scale", None)}',
+        "rows = {name: operand for name, operand in operands.items() if name not in layer}",
+        'rows = {"labels": operands["labels"]}',
         "tests/cross_entropy/test_linear.py -k 'temperatures and classes'",
     ),
     Fault(
