@@ -168,30 +168,33 @@ def linear_policy_gradient_loss(
 
     Args:
       hidden: floating array `[*batch, length, H]` of 16 bits or more, the input of the last layer.
-      weight: floating array `[H, classes]`, or `[classes, H]` with `class_axis=0`. It is cast to the dtype of `hidden`. Its
-        gradient is summed over parts in the dtype of `weight`; float32 loses the least precision.
+      weight: floating array `[H, classes]`, or `[classes, H]` with `class_axis=0`. It is multiplied in the dtype of `hidden`.
+        Pass a float32 parameter as it is: its gradient adds up over parts in the dtype of `weight`.
       tokens: integers `[*batch, length]`. A token that is not the index of a class gives NaN.
       old_log_p: floating array `[*batch, length]`, the log-probabilities of the tokens under the policy that drew them. None
         stands for the policy itself: the ratio is 1, and the gradient that of REINFORCE.
       advantages: real array `[*batch]`, one number for each sequence, or `[*batch, length]`, one for each token.
-      clip: how far the ratio may move below and above 1: a concrete number for both, or a pair of them; 0.2 by default.
-        `math.inf` does not clip.
+      clip: how far the ratio may move below and above 1: a concrete number for both, or a pair of them, such as (0.2, 0.28)
+        for ratios from 0.8 to 1.28; 0.2 by default. `math.inf` does not clip.
       reference_log_p: floating array `[*batch, length]`, the log-probabilities under a policy that is not trained, or None
         (the default).
       kl_weight: real number that multiplies the estimate of the divergence from that policy; 0 by default, which leaves it
         out. It may be traced.
       where: boolean mask that broadcasts to `[*batch, length]`, True at tokens that count, or None (the default). Arrays may
         hold anything at other tokens.
-      reduction: "token" (the default) and "sequence" return the means that `policy_gradient_loss` returns, "sum" the sum over
-        the tokens that count. Inside a `shard_map` they are those of the tokens of one device.
+      reduction: "token" (the default) and "sequence" return the means that `policy_gradient_loss` returns, over all devices if
+        arrays are sharded. "sum" returns the sum over the tokens that count, for batches in several calls or inside a
+        `shard_map`: divide the sum of sums by the number of tokens of all. There are no losses of tokens.
       bias: floating array that broadcasts to `[classes]`; None (the default) for no bias.
       temperature: real number or array that broadcasts to `[*batch, length]`, larger than 0, which divides the scores; None
-        (the default) for 1. It may be traced.
+        (the default) for 1: that of the sampler, with which `old_log_p` and `reference_log_p` were computed too. It may be
+        traced.
       class_axis: axis of `weight` that has the classes; -1 by default.
       logits_soft_cap: the scores are `logits_soft_cap * tanh(logits / logits_soft_cap)`; a concrete positive number. None
         (the default) for no cap.
       axis_name: name or names of the mesh axes over which the classes of `weight` and `bias` are sharded, for calls inside
-        a `shard_map`; None (the default) if they are not sharded there.
+        a `shard_map`; None (the default) if they are not sharded there. All other arguments are the same on all devices of
+        these axes, which are not those of data parallelism.
       implementation: name of the implementation that must run: "mosaic", "triton" or "xla". None (the default) takes the
         best one for the platform, shape and dtype.
 
