@@ -197,6 +197,12 @@ def varying(array: Any) -> frozenset[Any]:
     return jax.typeof(array).manual_axis_type.varying
 
 
+def varying_as(aval: Any, like: Any) -> Any:
+    """Returns a type that varies over mesh axes as the type `like` does, or over none if that is None."""
+    like = jax.core.ShapedArray((), aval.dtype) if like is None else like
+    return aval.update(manual_axis_type=like.manual_axis_type)
+
+
 def unchecked() -> Any:
     """Returns a context in which collectives take arrays whose types do not name the mesh axes over which they vary."""
     try:

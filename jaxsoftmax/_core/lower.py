@@ -199,8 +199,9 @@ def on_reference(
         return run(*arrays, machine=Machine(types[0].sharding.mesh.size))
     names_in, names_out = operation.axes(names, len(results), **params)
     mapped = sharding.on_explicit_axes(run, types, results, names_in, names_out, operation.joined)
-    if sharding.explicit_mesh(types) is None:  # outside of jit JAX takes automatic axes for manual ones (0.11, 0.12)
-        mapped = jax.jit(mapped)
+    # Outside of jit JAX (0.11, 0.12) takes automatic axes for manual ones, and has no map in one with another `check_vma`.
+    if not sharding.is_all_explicit(results[0].sharding.mesh):
+        mapped = jax.jit(sharding.nested(mapped))
     return list(map(sharding.placing, mapped(*arrays)))
 
 

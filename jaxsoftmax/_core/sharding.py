@@ -72,27 +72,72 @@ def placed_alike(operands: list[Any], names: Names) -> list[Any]:
     return list(map(placing, _resharded(operands, names)[0]))
 
 
-def on_shards(function: Callable[..., Any], operands: list[Any], names: Names, joined: str, ndim: int | list[int]) -> Any:
+def on_shards(
+    function: Callable[..., Any],
+    operands: list[Any],
+    names: Names,
+    joined: str,
+    ndim: int | list[int],
+    axis_name: tuple[Any, ...] = (),
+) -> Any:
     """Calls `function(mesh axes of rows, mesh axes of joined, *operands)`, on shards if the operands have explicit mesh axes.
 
     Rows are the axes that are named by their position. The function merges over devices along the axes named `joined`. It gets
     the mesh axes over which both are sharded, and operands that all vary over the same mesh axes. Its result has `ndim` axes,
-    which are rows; for a list of numbers it returns a list of results.
+    which are rows; for a list of numbers it returns a list of results. It may also merge over `axis_name`, axes of a
+    `shard_map` around: over these the results are alike.
     """
     operands, mesh, over = _resharded(operands, names)
     both = _concatenated(over, [name for name in over if isinstance(name, int)]), _concatenated(over, [joined])
-    is_all_explicit = mesh is not None and set(mesh.axis_types) == {AxisType.Explicit}
-    if not is_all_explicit and not any(both):
+    runs_on_all = mesh is not None and is_all_explicit(mesh)
+    if mesh is None or not (runs_on_all or any(both)):
         return function(*both, *operands)
+    is_nested = AxisType.Manual in mesh.axis_types
     mapped = jax.shard_map(
         lambda *operands: function(*both, *vary_alike(list(operands))),
         mesh=mesh,
         in_specs=tuple(_specs(over, operands, names)),
         out_specs=jax.tree.map(lambda ndim: PartitionSpec(*map(over.get, range(ndim))), ndim),
         # An empty set means all axes of the mesh, except the one of a `vmap` around. Some kernels run on all axes only.
-        axis_names=set() if is_all_explicit else {*both[0], *both[1]},
+        axis_names=set() if runs_on_all else {*both[0], *both[1]},
+        check_vma=not is_nested,
     )
-    return jax.tree.map(placing, mapped(*operands))
+    results = jax.jit(nested(mapped))(*operands) if is_nested else mapped(*operands)
+    return jax.tree.map(lambda result: placing(_alike_over(axis_name, result)), results)
+
+
+def _alike_over(axes: tuple[Any, ...], array: jax.Array) -> jax.Array:
+    """Makes the type of an array that is alike over these axes not vary over them.
+
+    Devices share a cotangent, which the transpose of a sum without `check_vma` adds up again.
+    """
+    axes = tuple([axis for axis in axes if axis in compat.varying(array)])
+    return lax.pmean(array, axes) if axes else array
+
+
+def nested(mapped: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes JAX 0.11.2 differentiate a `shard_map` without `check_vma` inside of one with it.
+
+    JAX takes its operands for varying, but neither its results nor their cotangents, and so refuses these. With `check_vma`, it
+    would shard what derivatives save over the axes of the `shard_map` around once more. Here no type in it names those axes.
+    The operands vary alike, and the results as they do.
+    """
+
+    def call(*operands):
+        if not compat.varying(operands[0]):
+            return mapped(*operands)
+        results = mapped(*[_vary.bind(operand, like=None) for operand in operands])
+        return jax.tree.map(lambda result: _vary.bind(result, like=jax.typeof(operands[0])), results)
+
+    return call
+
+
+# Makes the type of an array vary as another type does. The array stays, and so does a cotangent, which `lax.pcast` would sum.
+_vary = Primitive("vary")
+_vary.def_abstract_eval(lambda array, *, like: compat.varying_as(array, like))
+ad.deflinear2(_vary, lambda cotangent, array, **params: [_vary.bind(cotangent, like=array.aval)])
+mlir.register_lowering(_vary, lambda ctx, array, **params: [array])
+batching.primitive_batchers[_vary] = lambda arrays, dims, **params: (_vary.bind(*arrays, **params), dims[0])
 
 
 def _resharded(operands, names):
@@ -270,6 +315,11 @@ def on_mesh_of(avals: Sequence[Any]) -> Any:
 def has_explicit_axes(aval: Any) -> bool:
     """Tells whether the type of an array says how it is sharded."""
     return AxisType.Explicit in aval.sharding.mesh.axis_types
+
+
+def is_all_explicit(mesh: Any) -> bool:
+    """Tells whether all axes of a mesh are explicit: no `shard_map` around has one."""
+    return set(mesh.axis_types) == {AxisType.Explicit}
 
 
 def explicit_mesh(avals: Sequence[Any]) -> Any:

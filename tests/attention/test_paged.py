@@ -135,24 +135,32 @@ def test_values_and_derivatives_on_two_devices(kind, sharded):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
-def test_tangents_in_a_shard_map_that_leaves_explicit_and_automatic_axes():
+@pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
+@pytest.mark.parametrize(
+    "kinds", cases.quick((AxisType.Auto, AxisType.Explicit, AxisType.Auto), slow=[(AxisType.Explicit,) * 3])
+)
+def test_derivatives_in_a_shard_map_that_leaves_explicit_axes(kinds, check_vma):
     arrays, _ = on_one_device()
 
-    def moved(query, values, keys, table, lengths):
-        fixed = {"key_pages": keys, "page_table": table, "key_value_seq_lengths": lengths}
-        moving = query, values
-        return jax.jvp(lambda query, values: attend(query=query, value_pages=values, **fixed), moving, moving)
+    def moved(function, query, values, *fixed):
+        """The values, tangents, cotangents, and the transpose in values, which is linear."""
+        out, tangent = jax.jvp(lambda *moving: function(*moving, *fixed), (query, values), (query, values))
+        cotangents = jax.vjp(lambda *moving: function(*moving, *fixed), query, values)[1](out)
+        return out, tangent, cotangents, jax.linear_transpose(lambda values: function(query, values, *fixed), values)(out)
+
+    def attended(query, values, keys, table, lengths):
+        return attend(query=query, value_pages=values, key_pages=keys, page_table=table, key_value_seq_lengths=lengths)
 
     operands = [arrays[name] for name in ("query", "value_pages", "key_pages", "page_table", "key_value_seq_lengths")]
-    kinds = AxisType.Auto, AxisType.Explicit, AxisType.Auto
     mesh = jax.make_mesh((2, 2, 2), ("rows", "heads", "others"), axis_types=kinds)
     with jax.set_mesh(mesh):
         of_heads = NamedSharding(mesh, P(None, None, "heads"))
         placed = [jax.device_put(each, of_heads) for each in operands[:3]] + operands[3:]
         specs = P("rows"), P(), P(), P("rows"), P("rows")
-        mapped = jax.shard_map(moved, in_specs=specs, out_specs=P("rows"), axis_names={"rows"})
-        actual = jax.jit(mapped)(*placed)
-    for one, other in zip(actual, jax.jit(moved)(*operands), strict=True):
+        mapped = jax.shard_map(attended, in_specs=specs, out_specs=P("rows"), axis_names={"rows"}, check_vma=check_vma)
+        actual = jax.jit(functools.partial(moved, mapped))(*placed)
+    expected = jax.jit(functools.partial(moved, attended))(*operands)
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 

@@ -754,3 +754,58 @@ def test_tangents_need_not_be_placed_on_the_mesh_where_a_derivative_is_linearize
     tangents = {operand: off_the_mesh(array) for operand, array in plain[1].items()}
     expected = jax.jit(lambda moving, tangents: jax.jvp(plain[0], (moving,), (tangents,))[1])(plain[1], tangents)
     assert_close(jax.linearize(*placed)[1](tangents), expected)
+
+
+# What runs by default in a `shard_map` that leaves explicit axes.
+NESTED = {"attention", "linear_cross_entropy", "paged_attention", "softmax_top_k"}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "name", "check_vma"),
+    [
+        pytest.param(
+            kinds, name, check_vma, id=f"{name}, {kinds[0].name}, {'checked' if check_vma else 'unchecked'}", marks=marks
+        )
+        for name in PLACED
+        if PLACED[name][2] and name != "attention with dropout"  # each device numbers its samples from 0
+        for kinds in [(AxisType.Auto, AxisType.Explicit), (AxisType.Explicit,) * 2]
+        for check_vma in (True, False)
+        for marks in [cases.slow_unless(check_vma and AxisType.Auto not in kinds and name in NESTED)]
+    ],
+)
+@X64
+def test_derivatives_in_a_shard_map_that_leaves_explicit_axes(name, kinds, check_vma):
+    """Rows are sharded by the `shard_map`, and the rest as types say. Arrays that all devices have do not vary."""
+    function, operands, differentiated = PLACED[name]
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds, devices=jax.devices("cpu"))
+    plain = {operand: jnp.asarray(array) for operand, (array, _) in operands.items()}
+    specs = {operand: P(*(axes if axes == "data" else None for axes in spec)) for operand, (_, spec) in operands.items()}
+
+    def mean(given):
+        results = [each for each in jax.tree.leaves(function(**given)) if jnp.issubdtype(each.dtype, jnp.floating)]
+        squares = [jnp.where(jnp.isfinite(each), each, 0) ** 2 if each.ndim else each for each in results]  # of rows alone
+        return sum(map(jnp.mean, squares))
+
+    def derivatives(f, given):
+        """The value, the gradient, and gradients of a tangent and of the gradient."""
+        moving = {operand: given[operand] for operand in differentiated}
+        along = {operand: jnp.cos(array) for operand, array in moving.items()}
+
+        def loss(moving):
+            return f(given | moving)
+
+        def slope(moving):
+            return jax.jvp(loss, (moving,), (along,))[1]
+
+        def product(moving):
+            return sum(jnp.sum(gradient * along[operand]) for operand, gradient in jax.grad(loss)(moving).items())
+
+        return jax.value_and_grad(loss)(moving), jax.grad(slope)(moving), jax.grad(product)(moving)
+
+    expected = jax.jit(functools.partial(derivatives, mean))(plain)
+    with jax.set_mesh(mesh):
+        placed = {operand: jax.device_put(plain[operand], NamedSharding(mesh, spec)) for operand, (_, spec) in operands.items()}
+        options = {"axis_names": {"data"}, "check_vma": check_vma}
+        mapped = jax.shard_map(lambda given: jax.lax.pmean(mean(given), "data"), in_specs=(specs,), out_specs=P(), **options)
+        actual = jax.jit(functools.partial(derivatives, mapped))(placed)
+    assert_close(actual, expected)

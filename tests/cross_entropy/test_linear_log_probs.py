@@ -401,20 +401,22 @@ def test_sharded_rows_and_classes(kind, of_hidden, of_weight, n):
 @X64
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
-@pytest.mark.parametrize("n", [None, 2])
-def test_classes_that_devices_share_in_a_shard_map(n, check_vma):
-    mesh, arrays = make_mesh(AxisType.Auto), given(rows=(64,), n=n, classes=320)
-    names = list(arrays)
-    specs = {"hidden": P("data"), "weight": P(None, "model"), "bias": P("model"), "temperature": P("data"), "tokens": P("data")}
-    f = functools.partial(by_blocks, axis_name="model", **ALL)
-    mapped = jax.shard_map(
-        lambda *given: f(dict(zip(names, given, strict=True))),
-        mesh=mesh,
-        in_specs=tuple([specs[name] for name in names]),
-        out_specs=(P("data"),) * 3,
-        check_vma=check_vma,
-    )
-    found = with_gradients(lambda arrays: mapped(*(arrays[name] for name in names)), arrays)
+@pytest.mark.parametrize(("n", "is_of_rows"), [(None, True), (2, True), (2, False)])
+def test_classes_that_devices_share_in_a_shard_map(n, is_of_rows, check_vma):
+    """It shards rows too, or leaves that to explicit axes."""
+    mesh, arrays = make_mesh(AxisType.Auto if is_of_rows else AxisType.Explicit), given(rows=(64,), n=n, classes=320)
+    of_rows = P("data") if is_of_rows else P()
+    specs = dict.fromkeys(arrays, of_rows) | {"weight": P(None, "model"), "bias": P("model")}
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(
+            functools.partial(by_blocks, axis_name="model", **ALL),
+            in_specs=(specs,),
+            out_specs=(of_rows,) * 3,
+            axis_names={"data", "model"} if is_of_rows else {"model"},
+            check_vma=check_vma,
+        )
+        places = {name: jax.NamedSharding(mesh, P("data") if spec == of_rows else spec) for name, spec in specs.items()}
+        found = with_gradients(mapped, jax.device_put(arrays, places))
     oracle.assert_same_in_float64(found, on_one_device(n))
 
 

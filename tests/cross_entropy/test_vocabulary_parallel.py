@@ -218,18 +218,19 @@ def test_losses_of_a_linear_layer_in_a_shard_map(without, specs, reduction, clas
     oracle.assert_same_in_float64(actual, with_gradients(expected, arrays, **options))
 
 
-@pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
+@CHECKS
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.usefixtures("parts")
-def test_a_shard_map_that_leaves_other_mesh_axes_automatic(reduction, check_vma):
-    """Rows are sharded over an axis of which only XLA knows."""
+def test_a_shard_map_that_leaves_the_mesh_axis_of_rows(reduction, kind, check_vma):
+    """Only XLA knows how rows are sharded over it, or their type says it."""
     place, temperature = {"hidden": P(), "weight": P(None, "model"), "labels": P()}, np.linspace(0.5, 2, 1024)
     arrays = {name: array for name, array in given(rows=(1024,), classes=CLASSES).items() if name in place}
 
     def local(arrays, **options):
         return by_parts(arrays, reduction=reduction, temperature=temperature, **options)
 
-    mesh = make_mesh(AxisType.Auto)
+    mesh = make_mesh(kind)
     with jax.set_mesh(mesh):
         options = {"axis_names": {"model"}, "check_vma": check_vma}
         f = functools.partial(local, axis_name="model")

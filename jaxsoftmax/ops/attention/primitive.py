@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.interpreters import ad
 
 from jaxsoftmax._core import lower, sharding
 from jaxsoftmax._core.dtypes import accumulator
@@ -212,7 +213,7 @@ def _jvp_of(f, operands, tangents):
 
 def _transpose_of(f, cotangents, operands, types):
     """Computes the cotangents of operands of these types by transposing `f`, a function of operands by name."""
-    zeros = {name: jnp.zeros(kind.shape, kind.dtype) for name, kind in types.items()}
+    zeros = {name: ad.Zero(kind).instantiate() for name, kind in types.items()}  # sharded, and varying, as the types say
     results, pull = jax.vjp(lambda moving: f(operands | moving), zeros)
     return pull([jnp.zeros_like(r) if c is None else c for c, r in zip(cotangents, results, strict=True)])[0]
 

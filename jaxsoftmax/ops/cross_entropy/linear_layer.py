@@ -120,7 +120,7 @@ def reduced_losses(
     local = functools.partial(_local_losses, function, head, list(operands), classes, reduction, flags, keeps)
     ndims = [ndim if reduction == "none" else 0, *[ndim] * sum(flags)]
     names = [axes.get(operand, ()) for operand in operands]
-    return sharding.on_shards(local, list(operands.values()), names, "classes", ndims)
+    return sharding.on_shards(local, list(operands.values()), names, "classes", ndims, head.axis_name)
 
 
 def _local_losses(function, head, names, classes, reduction, flags, keeps, row_axes, class_axes, *arrays) -> list[jax.Array]:

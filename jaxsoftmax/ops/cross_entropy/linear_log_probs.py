@@ -177,9 +177,10 @@ def linear_log_probs(
     if where is not None:
         operands["where"] = broadcast_to("where", arguments.array(_NAME, "where", where, "boolean"), rows, _NAME)
     head = LogProbHead(axis, cap, implementation, precision_of_products())
-    function = functools.partial(_stacked, list(operands), head, arguments.axis_names(_NAME, axis_name), classes, flags)
+    mesh_axes = arguments.axis_names(_NAME, axis_name)
+    function = functools.partial(_stacked, list(operands), head, mesh_axes, classes, flags)
     shape = [names.get(name, ()) for name in operands]
-    results = sharding.on_shards(function, list(operands.values()), shape, "classes", len(rows))
+    results = sharding.on_shards(function, list(operands.values()), shape, "classes", len(rows), mesh_axes)
     n = math.prod(tokens.shape[len(rows) :])
     log_p = results[..., :n] if tokens.ndim > len(rows) else results[..., 0]
     others = [results[..., at] for at in range(-sum(flags), 0)]
