@@ -305,8 +305,11 @@ def test_in_a_shard_map_rows_that_devices_share_have_a_scale(name, check_vma):
             return jnp.sum(jnp.where(jnp.isfinite(y), jnp.sin(y) * weights, 0))
 
         def run(x, scale):
-            tangent = jax.jvp(loss, (x, scale), (jnp.cos(x), jnp.cos(scale)))[1]
-            return jax.value_and_grad(loss, (0, 1))(x, scale), tangent, jax.hessian(loss, 1)(x, scale)
+            def tangent(x, scale):
+                return jax.jvp(loss, (x, scale), (jnp.cos(x), jnp.cos(scale)))[1]
+
+            of_tangent = jax.value_and_grad(tangent, (0, 1))(x, scale)
+            return jax.value_and_grad(loss, (0, 1))(x, scale), of_tangent, jax.hessian(loss, 1)(x, scale)
 
         return jax.jit(run)
 
@@ -320,6 +323,34 @@ def test_in_a_shard_map_rows_that_devices_share_have_a_scale(name, check_vma):
             check_vma=check_vma,
         )
         oracle.assert_same_in_float64(derivatives(mapped)(x, scale), derivatives(op)(x, scale))
+
+
+@NAMES
+@pytest.mark.parametrize("check_vma", [True, False])
+@X64
+def test_in_a_shard_map_that_leaves_explicit_axes_these_may_shard_rows(name, check_vma):
+    mesh, x = make_mesh(AxisType.Explicit), hurtful((8, 64))
+    op, t = functools.partial(getattr(jaxsoftmax, name), axis=-1), numbers(8, 64, seed=1)
+    spec = P(None, "model")
+
+    def everything(f):
+        def run(x, t):
+            cotangent = jnp.sum(t, -1) if name == "logsumexp" else t
+            return *jax.jvp(f, (x,), (t,)), jax.vjp(f, x)[1](cotangent)
+
+        return jax.jit(run)
+
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(
+            functools.partial(op, axis_name="model"),
+            in_specs=spec,
+            out_specs=P() if name == "logsumexp" else spec,
+            axis_names={"model"},
+            check_vma=check_vma,
+        )
+        placed = jax.device_put((x, t), NamedSharding(mesh, P("data", "model")))
+        results = everything(mapped)(*placed)
+    oracle.assert_same_in_float64(results, everything(op)(x, t))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

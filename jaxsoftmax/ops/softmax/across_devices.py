@@ -231,7 +231,8 @@ def gathered(axis_name, *numbers):
     # All devices get the same numbers. If a `shard_map` of the user checks what varies, "invarying" says so to JAX, and nothing
     # else has to make the result the same on all devices.
     to = "invarying" if compat.varying(stacked).issuperset(axis_name) else "varying"
-    return lax.all_gather(stacked, axis_name, axis=1, to=to)
+    # It is tiled, because otherwise JAX 0.11.2 does not move explicit mesh axes to behind the first axis.
+    return lax.all_gather(stacked[:, None], axis_name, axis=1, tiled=True, to=to)
 
 
 def alike_on_all(axis_name: tuple[str, ...], array: jax.Array) -> jax.Array:

@@ -20,6 +20,7 @@ import functools
 from typing import Any
 
 import jax
+from jax import lax
 
 from jaxsoftmax._core.dtypes import accumulator
 from jaxsoftmax._core.operation import Operand, Operation
@@ -103,7 +104,11 @@ def _log_jvp(operation, derivative, operands, tangents, *, return_state, **param
         saved = operands | {"m": m, "d": d, "t": t}
         tangents_out[:1] = bind(derivative, saved, scale_tangent=needs_scale, **params)
         if return_state:
-            (mean,) = bind(LOGSUMEXP_JVP, saved, scale_tangent=needs_scale, **{**params, "dtype": d.dtype})
+            # Devices have parts of the cotangent of `d`: JAX has to transpose the sum over them, which a primitive would hold.
+            options = params | {"dtype": d.dtype}
+            axis_name = options.pop("axis_name", ())
+            (mean,) = bind(LOGSUMEXP_JVP, saved, scale_tangent=needs_scale, **options)
+            mean = lax.psum(mean, axis_name)
             tangents_out[2] = d * mean
     return (results, tangents_out) if return_state else (results[:1], tangents_out[:1])
 
