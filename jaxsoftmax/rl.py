@@ -125,7 +125,7 @@ def policy_gradient_loss(
     advantages = _of_tokens(name, advantages, log_p, "log_p")
     where = _mask(name, "where", where, log_p)
     dtype = accumulator(log_p.dtype, advantages.dtype, *[array.dtype for array in like.values()])
-    log_p, advantages = _counted(log_p, where, dtype), lax.stop_gradient(_counted(advantages, where, dtype))
+    log_p, advantages = _counted(log_p, where, dtype), _counted(advantages, where, dtype)
     like = {key: _counted(array, where, dtype) for key, array in like.items()}
     of_tokens = {"advantages": advantages, "old_log_p": like.get("old_log_p")}
     weight = _weight(name, "kl_weight", kl_weight, "reference_log_p", reference_log_p, dtype)
@@ -163,8 +163,8 @@ def linear_policy_gradient_loss(
     gradients compute the logits once more. Here the same logits serve the loss and the gradients, for a part of the tokens
     at a time: the loss of a token depends on no other token.
 
-    The gradient is by `hidden`, `weight`, `bias` and `temperature`. All other arrays count as constants. A loss with an
-    entropy, or with a ratio of whole sequences, needs `linear_log_probs`.
+    The gradient is by `hidden`, `weight`, `bias` and `temperature`. All else counts as a constant, `kl_weight` too. A loss with
+    an entropy, or with a ratio of whole sequences, needs `linear_log_probs`.
 
     Args:
       hidden: floating array `[*batch, length, H]` of 16 bits or more, the input of the last layer.
@@ -181,14 +181,14 @@ def linear_policy_gradient_loss(
       kl_weight: real number that multiplies the estimate of the divergence from that policy; 0 by default, which leaves it
         out. It may be traced.
       where: boolean mask that broadcasts to `[*batch, length]`, True at tokens that count, or None (the default). Arrays may
-        hold anything at other tokens.
+        hold anything at other tokens, except a concrete `temperature`.
       reduction: "token" (the default) and "sequence" return the means that `policy_gradient_loss` returns, over all devices if
         arrays are sharded. "sum" returns the sum over the tokens that count, for batches in several calls or inside a
         `shard_map`: divide the sum of sums by the number of tokens of all. There are no losses of tokens.
       bias: floating array that broadcasts to `[classes]`; None (the default) for no bias.
       temperature: real number or array that broadcasts to `[*batch, length]`, larger than 0, which divides the scores; None
         (the default) for 1: that of the sampler, with which `old_log_p` and `reference_log_p` were computed too. It may be
-        traced.
+        traced. In a JAX array a temperature that is not larger than 0 gives NaN.
       class_axis: axis of `weight` that has the classes; -1 by default.
       logits_soft_cap: the scores are `logits_soft_cap * tanh(logits / logits_soft_cap)`; a concrete positive number. None
         (the default) for no cap.
@@ -245,24 +245,24 @@ def linear_policy_gradient_loss(
     if tokens.shape != rows:
         raise ValueError(f"{name}: tokens must have the shape {rows} of hidden without its last axis, got {tokens.shape}")
     mask = _mask(name, "where", where, tokens)
-    like = {"old_log_p": old_log_p, "reference_log_p": reference_log_p}
-    like = {key: _shaped(name, key, array, tokens, "tokens") for key, array in like.items() if array is not None}
-    like["advantages"] = _of_tokens(name, advantages, tokens, "tokens")
-    strength = _weight(name, "kl_weight", kl_weight, "reference_log_p", reference_log_p, kind)
-    if strength is None:
-        like.pop("reference_log_p", None)
+    of_tokens = {"old_log_p": old_log_p, "reference_log_p": reference_log_p}
+    of_tokens = {key: _shaped(name, key, array, tokens, "tokens") for key, array in of_tokens.items() if array is not None}
+    of_tokens["advantages"] = _of_tokens(name, advantages, tokens, "tokens")
+    of_divergence = _weight(name, "kl_weight", kl_weight, "reference_log_p", reference_log_p, kind)
+    if of_divergence is None:
+        of_tokens.pop("reference_log_p", None)
     else:
-        like["kl_weight"] = jnp.full(rows, strength, kind)
+        of_tokens["kl_weight"] = jnp.full(rows, of_divergence, kind)
     sample_weight = None
     if where is not None:
         share = mask.astype(kind)
         sample_weight = share / jnp.maximum(jnp.sum(share, -1, keepdims=True), 1) if reduction == "sequence" else share
     more = {"bias": bias, "temperature": temperature, "sample_weight": sample_weight}
     operands = {"hidden": hidden, "weight": weight, "labels": tokens} | more_operands(name, rows, classes, kind, **more)
-    operands |= {key: lax.stop_gradient(_counted(array, mask, kind)) for key, array in like.items()}
+    operands |= {key: lax.stop_gradient(_counted(array, mask, kind)) for key, array in of_tokens.items()}
     cap = None if logits_soft_cap is None else arguments.soft_cap(name, logits_soft_cap, kind)
     names, dtype = arguments.axis_names(name, axis_name), jnp.dtype(kind).name
-    head = PolicyHead((axis,), dtype, cap, implementation, names, precision_of_products(), low=low, high=high)
+    head = PolicyHead((axis,), dtype, cap, implementation, precision_of_products(), names, low=low, high=high)
     loss, log_p = reduced_losses(name, head, operands, "sum" if reduction == "sum" else "mean", (True,))
     return loss, lax.stop_gradient(log_p)
 

@@ -42,7 +42,7 @@ KINDS = {
 
 
 def head_of(shape, **options):
-    return LossHead((shape[3],), None, options.pop("logits_soft_cap", None), None, **options)
+    return LossHead((shape[3],), None, options.pop("logits_soft_cap", None), None, "default", **options)
 
 
 def run(head, wrt, operands):
@@ -235,7 +235,7 @@ def test_interpreted_losses_of_a_policy(shape, kind, monkeypatch):
     slopes = np.where(is_clipped, 0, advantages * ratio) + 0.3 * np.expm1(d)  # by the negative log-probability
     expected = in_float64(head, operands | {"factors": operands["factors"] * slopes})
     expected |= {"losses": losses, "lse": -nll}  # its second result are log-probabilities
-    policy = PolicyHead(head.class_axes, None, None, None, low=math.log(low), high=math.log(high))
+    policy = PolicyHead(head.class_axes, None, None, None, "default", low=math.log(low), high=math.log(high))
     of_policy = {name: each.astype(np.float32) for name, each in of_policy.items()}
     # The gradient of the logits adds up to a small one of the bias, which is 0.006 away where that alone is rounded.
     check(run(policy, wrt_of(operands), operands | of_policy), expected, of_rows=1e-5, of_bias=0.01)

@@ -195,7 +195,7 @@ def test_on_several_devices_it_runs_inside_a_shard_map(is_mapped):
 def numbers_by_kernel(class_axis, hidden, weight, labels):
     """The state and the score of the label of each row, by a kernel of two blocks."""
     operands = {"hidden": hidden, "weight": weight, "labels": labels[:, None]}
-    problem_of = functools.partial(plans.linear_problem_of, LogProbHead(class_axis, None, None))
+    problem_of = functools.partial(plans.linear_problem_of, LogProbHead(class_axis, None, None, "default"))
     return plans.run(problem_of, operands, replace(HOPPER, multiprocessors=2))
 
 
@@ -209,7 +209,9 @@ def losses_by_kernel(class_axis, hidden, weight, labels):
 def test_a_plan_has_a_block_for_each_multiprocessor():
     operands = dict(zip(("hidden", "weight"), types(128, 64, 256, 1, "bfloat16"), strict=False))
     operands["labels"] = jax.ShapeDtypeStruct((128, 1), jnp.int32)
-    plan = plans.plan_of(plans.linear_problem_of(LogProbHead(1, None, None), operands), replace(HOPPER, multiprocessors=78))
+    plan = plans.plan_of(
+        plans.linear_problem_of(LogProbHead(1, None, None, "default"), operands), replace(HOPPER, multiprocessors=78)
+    )
     assert plan.blocks == 78
     assert plan.describe() == "tiles of 128 rows by 256 classes, 4 stages, 2 consumer warpgroups"
 
@@ -288,7 +290,7 @@ def check_log_probs(found, arrays, class_axis, temperature, bias=None, cap=None)
 @pytest.mark.parametrize("shape", cases.every_other(SHAPES), ids=cases.ident)
 def test_interpreted_log_probs_are_right(shape, is_scaled):
     hidden, weight, tokens = given(*shape, "bfloat16", factor=16)
-    temperature, head = temperatures(len(tokens)) if is_scaled else None, LogProbHead(shape[3], None, None)
+    temperature, head = temperatures(len(tokens)) if is_scaled else None, LogProbHead(shape[3], None, None, "default")
     f = functools.partial(plans.linear_problem_of, head, return_entropy=True)
 
     def run(hidden, weight, labels):
@@ -328,7 +330,7 @@ def test_interpreted_log_probs_with_a_bias_or_a_cap_are_right(shape, kind, is_sc
     operands = {"hidden": hidden, "weight": weight, "labels": jnp.asarray(tokens)[:, None]}
     operands |= {"scale": 1 / jnp.asarray(temperatures(len(tokens)))} if is_scaled else {}
     operands |= {"bias": jnp.asarray(bias)} if has_bias else {}
-    m, d, score, exponents = map(np.float64, run_log_probs(LogProbHead(shape[3], cap, None), operands))
+    m, d, score, exponents = map(np.float64, run_log_probs(LogProbHead(shape[3], cap, None, "default"), operands))
     temperature = temperatures(len(tokens)) if is_scaled else None
     inverse = 1 / np.float64(temperature) if is_scaled else 1.0
     log_p, lse = (score[:, 0] - m) * inverse - np.log(d), m * inverse + np.log(d)
@@ -342,7 +344,7 @@ def test_interpreted_log_probs_of_rows_without_a_class_have_an_empty_state(is_sc
     hidden, weight, tokens = given(130, 72, 300, 1, "bfloat16")
     operands = {"hidden": hidden, "weight": weight, "labels": jnp.asarray(tokens)[:, None], "bias": jnp.full(300, -jnp.inf)}
     operands |= {"scale": 1 / jnp.asarray(temperatures(130))} if is_scaled else {}
-    m, d, score, exponents = run_log_probs(LogProbHead(1, None, None), operands)
+    m, d, score, exponents = run_log_probs(LogProbHead(1, None, None, "default"), operands)
     for number in (m, d, exponents):
         np.testing.assert_array_equal(number, 0)
     np.testing.assert_array_equal(score[:, 0], np.where((tokens >= 0) & (tokens < 300), -np.inf, 0))
@@ -355,7 +357,7 @@ def test_interpreted_log_probs_of_classes_that_a_bias_leaves(hidden_by):
     tokens = tokens % 10
     bias = jnp.where(jnp.arange(600) < 10, 0, hidden_by).astype(np.float32)
     operands = {"hidden": hidden, "weight": weight, "labels": jnp.asarray(tokens)[:, None], "bias": bias}
-    m, d, score, exponents = map(np.float64, run_log_probs(LogProbHead(1, None, None), operands))
+    m, d, score, exponents = map(np.float64, run_log_probs(LogProbHead(1, None, None, "default"), operands))
     found = score[:, 0] - m - np.log(d), np.log(d) - exponents / d, m + np.log(d)
     check_log_probs(found, (hidden, weight[:, :10], tokens), 1, None)
 
@@ -367,7 +369,7 @@ def test_interpreted_log_probs_of_a_weight_that_is_copied_in_pieces_have_their_o
     assert linear_loss._classes_of_piece(1, weight, hidden.dtype) == 256
     bias = np.random.default_rng(1).standard_normal(700).astype(np.float16)
     operands = {"hidden": hidden, "weight": weight, "labels": jnp.asarray(tokens)[:, None], "bias": jnp.asarray(bias)}
-    m, d, score, exponents = map(np.float64, run_log_probs(LogProbHead(1, None, None), operands))
+    m, d, score, exponents = map(np.float64, run_log_probs(LogProbHead(1, None, None, "default"), operands))
     log_p = np.where((tokens >= 0) & (tokens < 700), score[:, 0] - m - np.log(d), np.nan)
     check_log_probs((log_p, np.log(d) - exponents / d, m + np.log(d)), (hidden, weight, tokens), 1, None, bias)
 
@@ -375,7 +377,7 @@ def test_interpreted_log_probs_of_a_weight_that_is_copied_in_pieces_have_their_o
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30])
 def test_interpreted_log_probs_of_a_low_temperature_have_one_class_left(temperature):
     hidden, weight, tokens = given(128, 64, 300, 1, "bfloat16")
-    f = functools.partial(plans.linear_problem_of, LogProbHead(1, None, None), return_entropy=True)
+    f = functools.partial(plans.linear_problem_of, LogProbHead(1, None, None, "default"), return_entropy=True)
 
     def run(hidden, weight, labels):
         operands = {"hidden": hidden, "weight": weight, "labels": labels, "scale": jnp.full(128, 1 / temperature)}
@@ -398,7 +400,7 @@ def test_interpreted_gradients_of_log_probs_are_right(shape, is_scaled, has_entr
         monkeypatch.setattr(linear_terms, most, 256 * (shape[0] * 2 + 4 * shape[1]))
     hidden, weight, tokens = given(*shape, "bfloat16", factor=4)
     tokens[7:9] = NO_ROW
-    rng, head = np.random.default_rng(0), LogProbHead(shape[3], None, None)
+    rng, head = np.random.default_rng(0), LogProbHead(shape[3], None, None, "default")
     logits = jnp.float32(hidden) @ (jnp.float32(weight) if shape[3] else jnp.float32(weight).T)
     inverse = 1 / temperatures(len(tokens)) if is_scaled else np.ones(len(tokens), np.float32)
     m = np.array(logits.max(1))
@@ -432,7 +434,7 @@ def test_interpreted_gradients_of_several_parts_of_rows_in_a_block(monkeypatch):
     operands = {"hidden": hidden, "weight": weight, "labels": tokens[:, None], "scale": scale} | numbers
 
     def run(operands):
-        problem_of = functools.partial(plans.linear_problem_of, LogProbHead(1, None, None), wrt=("hidden", "weight"))
+        problem_of = functools.partial(plans.linear_problem_of, LogProbHead(1, None, None, "default"), wrt=("hidden", "weight"))
         return plans.run(problem_of, operands, replace(HOPPER, multiprocessors=2))
 
     found = kernels.interpreted(run, jax.tree.map(jnp.asarray, operands))
@@ -465,7 +467,7 @@ def test_interpreted_products_in_place_are_right(shape, dtype, weight_dtype, mul
     x = np.float64(hidden) @ np.float64(of_class) + np.float64(bias)
     numbers, wrt = state_and_numbers(x, tokens, None, scale), ("hidden", "weight", "bias", "scale")
     operands = {"hidden": hidden, "weight": weight, "labels": tokens[:, None], "scale": scale, "bias": bias} | numbers
-    problem = plans.linear_problem_of(LogProbHead(shape[3], None, None), jax.tree.map(jax.typeof, operands), wrt=wrt)
+    problem = plans.linear_problem_of(LogProbHead(shape[3], None, None, "default"), jax.tree.map(jax.typeof, operands), wrt=wrt)
     plan = plans.plan_of(problem, replace(HOPPER, multiprocessors=multiprocessors))
     assert plan.classes == 256
     found = kernels.interpreted(lambda operands: plan.run(**operands), jax.tree.map(jnp.asarray, operands))
@@ -492,7 +494,7 @@ def test_interpreted_products_in_place_are_right(shape, dtype, weight_dtype, mul
     ids=cases.ident,
 )
 def test_blocks_that_are_multiplied_in_place(shape, classes):
-    arrays, head = types(*shape, "bfloat16"), LogProbHead(shape[3], None, None)
+    arrays, head = types(*shape, "bfloat16"), LogProbHead(shape[3], None, None, "default")
     operands = dict(zip(("hidden", "weight", "labels"), arrays, strict=True))
     operands["labels"] = jax.ShapeDtypeStruct((shape[0], 1), jnp.int32)
     of_rows = {name: jax.ShapeDtypeStruct(shape[:1], jnp.float32) for name in "mda"}
@@ -571,7 +573,7 @@ def test_interpreted_gradients_with_a_bias_or_a_cap_are_right(shape, kind, by_sc
     wrt = ("hidden", "weight", *(["bias"] if has_bias else []), *(["scale"] if by_scale else []))
 
     def run(operands):
-        problem_of = functools.partial(plans.linear_problem_of, LogProbHead(shape[3], cap, None), wrt=wrt)
+        problem_of = functools.partial(plans.linear_problem_of, LogProbHead(shape[3], cap, None, "default"), wrt=wrt)
         return plans.run(problem_of, operands, replace(HOPPER, multiprocessors=2))
 
     found = dict(zip(wrt, kernels.interpreted(run, {name: jnp.asarray(each) for name, each in operands.items()}), strict=True))
@@ -602,7 +604,7 @@ def test_interpreted_gradients_of_rows_that_do_not_count_are_0(size):
     operands = {"hidden": hidden, "weight": weight, "labels": tokens[:, None], "bias": bias, "scale": np.ones(128, np.float32)}
 
     def run(operands):
-        problem_of = functools.partial(plans.linear_problem_of, LogProbHead(1, None, None), wrt=("hidden", "scale"))
+        problem_of = functools.partial(plans.linear_problem_of, LogProbHead(1, None, None, "default"), wrt=("hidden", "scale"))
         return plans.run(problem_of, operands, replace(HOPPER, multiprocessors=2))
 
     of_hidden, of_scale = kernels.interpreted(run, jax.tree.map(jnp.asarray, operands | numbers))

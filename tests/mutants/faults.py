@@ -2021,8 +2021,8 @@ FAULTS = (
     Fault(
         "policies: gradients have the factors of a cross-entropy in the kernel",
         f"{_LOSS}/mosaic_sm90/linear_gradient.py",
-        "factors = head.factors(factors, terms[0], own)",
-        "factors = factors * 1",
+        "by_nll = head.by_nll(factors, terms[0], own)",
+        "by_nll = factors * 1",
         "tests/cross_entropy/test_linear_gradient.py -k 'of_a_policy and plain'",
     ),
     Fault(
@@ -2770,6 +2770,20 @@ FAULTS = (
         "fits = lax.broadcast_shapes(rows, scale.shape) == rows",
         "fits = True",
         "tests/core/test_calls.py -k bad_scales",
+    ),
+    Fault(
+        "softmax on devices: the tangent of the sum of exponentials is that of a device's part",
+        f"{_SOFTMAX}/primitive.py",
+        "mean = lax.psum(mean, axis_name)",
+        "mean = lax.psum(mean, ())",
+        "tests/core/test_sharding.py -k 'second_order or have_a_scale or second_derivatives'",
+    ),
+    Fault(
+        "sharding: results of classes that devices share vary over them",
+        "jaxsoftmax/_core/sharding.py",
+        "return lax.pmean(array, axes) if axes else array",
+        "return array",
+        "tests/cross_entropy/test_vocabulary_parallel.py -k 'explicit or shard_map'",
     ),
     Fault(
         "softmax on devices: a maximum moves with the scale",

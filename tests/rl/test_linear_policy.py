@@ -173,15 +173,20 @@ def test_derivatives_of_higher_order(form):
 @X64
 @pytest.mark.parametrize("own", [(), ("weight", "bias")], ids=["shared", "own"])
 @pytest.mark.usefixtures("small_parts")
-def test_examples_of_a_vmap(own):
-    arrays, options = of_form("layer")
-    arrays |= {name: np.stack([arrays[name] * (1 + at) for at in range(3)]) for name in own}
+@pytest.mark.parametrize("form", ["layer", "kl"])
+def test_examples_of_a_vmap(form, own):
+    arrays, options = of_form(form)
+    own = [name for name in own if name in arrays]
+    arrays |= {name: np.stack([arrays[name] * (1 + at / 16) for at in range(3)]) for name in own}
     arrays = {n: a if n in ("weight", "bias") else np.stack([np.roll(a, at, 1) for at in range(3)]) for n, a in arrays.items()}
     axes = {name: 0 if name in own or name not in ("weight", "bias") else None for name in arrays}
 
+    def one(loss, arrays, kl_weight):
+        return loss(arrays, **options | ({"kl_weight": kl_weight} if form == "kl" else {}))
+
     def batch(loss):
         def total(arrays):
-            losses, log_p = jax.vmap(functools.partial(loss, **options), (axes,))(arrays)
+            losses, log_p = jax.vmap(functools.partial(one, loss), (axes, 0))(arrays, jnp.arange(1.0, 4))
             return jnp.sum(jnp.sin(losses)), log_p
 
         return total
@@ -191,24 +196,26 @@ def test_examples_of_a_vmap(own):
 
 @X64
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize(("form", "reduction"), [("layer", "sequence"), ("kl", "token"), ("reinforce", "sum")])
 @pytest.mark.usefixtures("small_parts")
-def test_arrays_on_a_mesh(kind):
+def test_arrays_on_a_mesh(form, reduction, kind):
     """Devices share the sequences and the classes."""
-    arrays, options = of_form("layer")
-    expected = with_gradients(whole, arrays, reduction="sequence", **options)
+    arrays, options = of_form(form)
+    expected = with_gradients(whole, arrays, reduction=reduction, **options)
     mesh = make_mesh(kind)
     specs = {"weight": P(None, "model"), "bias": P("model")}
     with jax.set_mesh(mesh):
         placed = {name: jax.device_put(a, NamedSharding(mesh, specs.get(name, P("data")))) for name, a in arrays.items()}
-        found = with_gradients(ours, placed, reduction="sequence", **options)
+        found = with_gradients(ours, placed, reduction=reduction, **options)
     oracle.assert_same_in_float64(found, expected)
 
 
 @X64
 @pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("form", ["layer", "kl", "reinforce"])
 @pytest.mark.usefixtures("small_parts")
-def test_classes_that_devices_share_in_a_shard_map(check_vma):
-    arrays, options = of_form("layer")
+def test_classes_that_devices_share_in_a_shard_map(form, check_vma):
+    arrays, options = of_form(form)
     wrt, others = split(arrays)
     mesh = make_mesh(AxisType.Auto)
     specs = {name: {"weight": P(None, "model"), "bias": P("model")}.get(name, P("data")) for name in arrays}

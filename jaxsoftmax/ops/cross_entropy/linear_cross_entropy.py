@@ -226,7 +226,7 @@ def linear_cross_entropy(
     dtype = dtype_of_logits(_NAME, hidden.dtype if logits_dtype is None else logits_dtype, hidden.dtype)
     of_labels = LossHead if are_classes else ProbabilitiesHead
     names = arguments.axis_names(_NAME, axis_name)
-    head = of_labels((axis,), dtype, options[2], implementation, names, precision_of_products(), *options[:2], flags[1])
+    head = of_labels((axis,), dtype, options[2], implementation, precision_of_products(), names, *options[:2], flags[1])
     loss, *others = reduced_losses(_NAME, head, operands, reduction, flags, keeps)
     return (loss, *others) if others else loss
 

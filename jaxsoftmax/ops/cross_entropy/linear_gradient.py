@@ -26,7 +26,7 @@ from jaxsoftmax.ops.cross_entropy.linear_parts import Wanted, gradients_of_parts
 _HIDDEN = Operand("hidden", ("rows", None), may_be_one=False)
 _OF_ROWS = Operand("labels", ("rows",), may_be_one=False)
 _WEIGHT, _BIAS = Operand("weight", (None, None)), Operand("bias", (None,))
-# What a `PolicyHead` takes of rows.
+# Names of the operands of rows that a `PolicyHead` takes. They stand here, as the head imports this primitive.
 OF_POLICY = ("advantages", "old_log_p", "reference_log_p", "kl_weight")
 _OPERANDS = (_HIDDEN, _WEIGHT, _OF_ROWS, _BIAS, *map(_OF_ROWS.called, ("scale", *OF_POLICY, "factors")))
 

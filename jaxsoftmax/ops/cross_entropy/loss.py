@@ -44,8 +44,8 @@ class Head:
     logits_dtype: str | None  # None for the dtype of hidden states
     logits_soft_cap: float | None
     implementation: str | None  # name of the one that must run, or None
+    precision: str  # of products, as `jax.lax.dot` takes it
     axis_name: tuple[str, ...] = ()  # mesh axes over which devices share the classes
-    precision: str = "default"  # of products, as `jax.lax.dot` takes it
 
     def of_rows(self, layers: tuple[Layer, ...], rows: dict[str, jax.Array]) -> list[jax.Array]:
         """Computes the results of all rows from the layers, part by part."""
@@ -143,7 +143,7 @@ class LossHead(Head):
         params |= {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
         more = {"gradient_dtype": dtype, "return_entropy": self.return_entropy or "scale" in wanted.rows}
         if self.operands_of_loss:
-            more["factors_of"] = lambda t, nll: self.factors(t[:, 0], nll[:, 0], rows)[:, None]
+            more["by_nll"] = lambda t, nll: self.by_nll(t[:, 0], nll[:, 0], rows)[:, None]
         if self.axis_name:
             operands |= {"scale": _column(scale), "cuts": self.cuts(classes)}
             gradient, *terms = across_devices.cross_entropy_gradient(self._run, **operands, **params, **more)
@@ -155,8 +155,9 @@ class LossHead(Head):
         else:
             gradient, *terms = self._run(CROSS_ENTROPY_GRADIENT, operands, **params)
         terms = [jnp.squeeze(term, 1) for term in terms]
-        factors = self.factors(factors, terms[0], rows)
-        found = {"scale": self.share(self.by_scale(factors, scale, terms, classes))} if "scale" in wanted.rows else {}
+        found = {}
+        if "scale" in wanted.rows:
+            found["scale"] = self.share(self.by_scale(self.by_nll(factors, terms[0], rows), scale, terms, classes))
         results = self.of_terms(terms, classes, rows)
         return results[: 2 + self.return_entropy], [gradient], found
 
@@ -169,7 +170,7 @@ class LossHead(Head):
         """Returns the head of the log-probabilities of the labels."""
         return LogProbHead(self.class_axes[0], self.logits_soft_cap, self.implementation, self.precision)
 
-    def factors(self, factors: jax.Array, nll: jax.Array, rows: dict[str, jax.Array]) -> jax.Array:
+    def by_nll(self, factors: jax.Array, nll: jax.Array, rows: dict[str, jax.Array]) -> jax.Array:
         """Computes the derivatives of `sum(factors * losses)` by the cross-entropy without z-loss, from `nll`."""
         del nll, rows
         return factors
@@ -214,7 +215,7 @@ class LogProbHead:
     class_axis: int  # of the weight, 0 or 1
     logits_soft_cap: float | None
     implementation: str | None  # name of the one that must run, or None
-    precision: str = "default"  # of products, as `jax.lax.dot` takes it
+    precision: str  # of products, as `jax.lax.dot` takes it
 
     def terms(self, x, labels, scale=None, *, return_total=False, return_entropy=False) -> list[jax.Array]:
         """Computes the state `(m, d)`, the scores of the labels before a scale, and what the flags ask for."""

@@ -5,7 +5,7 @@ by the log-probability, which is known when the classes of the row are reduced. 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import jax
@@ -19,14 +19,16 @@ from jaxsoftmax.ops.cross_entropy.loss import LossHead
 def policy_losses(log_p: jax.Array, of_tokens: Mapping[str, Any], low: float, high: float) -> jax.Array:
     """Computes the loss of each token; `low` and `high` bound the logarithm of the ratio.
 
+    The derivative is by `log_p`, and by `kl_weight`.
+
     Args:
-      log_p: the log-probabilities, by which the loss has a derivative.
+      log_p: the log-probabilities.
       of_tokens: `advantages`; `old_log_p`, or none for a ratio of 1; and `reference_log_p` and `kl_weight`, or none.
       low: least logarithm of the ratio.
       high: largest logarithm of the ratio.
     """
     old_log_p = log_p if of_tokens.get("old_log_p") is None else of_tokens["old_log_p"]
-    losses = _clipped(log_p - lax.stop_gradient(old_log_p), of_tokens["advantages"], low, high)
+    losses = _clipped(log_p - lax.stop_gradient(old_log_p), lax.stop_gradient(of_tokens["advantages"]), low, high)
     if "reference_log_p" in of_tokens:
         d = lax.stop_gradient(of_tokens["reference_log_p"]) - log_p
         losses += of_tokens["kl_weight"] * (jnp.expm1(d) - d)
@@ -49,12 +51,14 @@ def _clipped(log_ratio: jax.Array, advantages: jax.Array, low: float, high: floa
 class PolicyHead(LossHead):
     """The loss of a policy. Results are the losses, the log-probabilities, and the entropy if asked for."""
 
+    label_smoothing: float = field(default=0.0, init=False)  # it has neither smoothing nor z-loss
+    z_loss: float = field(default=0.0, init=False)
     low: float = 0.0  # least and largest logarithm of the ratio
     high: float = 0.0
 
     operands_of_loss: ClassVar[tuple[str, ...]] = OF_POLICY
 
-    def factors(self, factors, nll, rows):
+    def by_nll(self, factors, nll, rows):
         """Computes the derivatives of `sum(factors * losses)` by `nll`."""
         # Rows that fill up a part have any label, whose loss may be infinite.
         losses, pull = jax.vjp(lambda nll: self._losses(nll, rows), jnp.where(factors != 0, nll, 0))

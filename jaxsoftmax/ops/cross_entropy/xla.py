@@ -149,20 +149,20 @@ def composed(
     classes,
     gradient_dtype=None,
     return_entropy=False,
-    factors_of=None,
+    by_nll=None,
     **params,
 ):
     """Computes the results of `cross_entropy_gradient` from those of `cross_entropy` and its vjp.
 
     These are computed by `forward(operands, **params)` and `backward(operands, **params)`. `classes` is the number of classes
     on all devices, `params` are the other parameters of both operations. In addition operands may have a scale, the gradient
-    may have a dtype of its own, and the entropy may be the last result. `factors_of(t, nll)` computes the cotangents of the
+    may have a dtype of its own, and the entropy may be the last result. `by_nll(t, nll)` computes the cotangents of the
     losses, which are `t` without it.
     """
     t, shared = operands["t"], {name: operands.get(name) for name in ("x", "labels", "scale")}
     options = {"axes": axes, "return_total": label_smoothing > 0, "return_entropy": return_entropy, "return_state": True}
     nll, lse, *sums, m, d = forward(shared, dtype=dtype, **options, **params)
-    t = t if factors_of is None else factors_of(t, nll)
+    t = t if by_nll is None else by_nll(t, nll)
     of_rows = {"m": m, "d": d, **factors(t, lse, label_smoothing, z_loss, classes)}
     gradient_dtype = operands["x"].dtype if gradient_dtype is None else gradient_dtype
     (gradient,) = backward({**shared, **of_rows}, axes=axes, dtype=gradient_dtype, **params)

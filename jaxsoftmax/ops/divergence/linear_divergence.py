@@ -159,7 +159,7 @@ def linear_divergence(
     operands |= more_operands(_NAME, rows, classes, kind_of_sums, **more)
     dtype = dtype_of_logits(_NAME, kind_of_sums if logits_dtype is None else logits_dtype, hidden.dtype)
     names = arguments.axis_names(_NAME, axis_name)
-    head = DivergenceHead((axis, its_axis), dtype, soft_cap, implementation, names, precision_of_products(), kind, js_weight)
+    head = DivergenceHead((axis, its_axis), dtype, soft_cap, implementation, precision_of_products(), names, kind, js_weight)
     return reduced_losses(_NAME, head, operands, reduction)[0]
 
 

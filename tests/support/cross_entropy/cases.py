@@ -60,7 +60,7 @@ def together(implementation=None, **options):
 def head_of(options, implementation=None):
     """Returns the loss behind a linear layer with these options."""
     named = {"logits_dtype": None, "logits_soft_cap": None} | without_ignored(options)
-    return LossHead((1,), **named, implementation=implementation)
+    return LossHead((1,), **named, implementation=implementation, precision="default")
 
 
 loss = jaxsoftmax.cross_entropy

@@ -78,13 +78,13 @@ def _by_blocks(blocks, params, operands) -> tuple[list[jax.Array], dict[str, jax
     scale, has_entropy = operands.get("scale"), _needs_entropy(params)
     of_rows = linear_loss.terms_of_rows(of_log_probs, blocks, **operands, return_entropy=has_entropy)
     terms, m, d = _terms(head, labels, classes, of_rows, scale)
-    factors = head.factors(factors, terms[0], of_loss)
-    numbers = xla.factors(factors, terms[1], 0, head.z_loss, 1)
-    b = jnp.where((factors != 0) & (d == 0), jnp.nan, numbers["b"])  # of a row of no scores, whose loss is NaN
+    by_nll = head.by_nll(factors, terms[0], of_loss)
+    numbers = xla.factors(by_nll, terms[1], 0, head.z_loss, 1)
+    b = jnp.where((by_nll != 0) & (d == 0), jnp.nan, numbers["b"])  # of a row of no scores, whose loss is NaN
     operands |= {"labels": own_labels[:, None], "m": m, "d": d, "a": numbers["a"], "b": b[:, None]}
     of_layer = tuple([name for name in wrt if name != "scale"])
     gradients = linear_blocks.by_blocks(of_log_probs, of_layer, blocks, operands)
-    found = dict(zip(of_layer, gradients, strict=True)) | _by_scale(params, factors, scale, terms)
+    found = dict(zip(of_layer, gradients, strict=True)) | _by_scale(params, by_nll, scale, terms)
     return head.of_terms(terms, 1, of_loss)[: 2 + head.return_entropy], found
 
 
@@ -107,11 +107,11 @@ def _with_weights(blocks, params, operands) -> tuple[list[jax.Array], dict[str, 
         weights, *of_tiles = weigh(hidden, weight, own_labels, bias, scale)
         of_rows = linear_loss.merged(of_tiles, own_labels, classes, scale)
         terms, m, d = _terms(head, labels, classes, of_rows, scale)
-        factors = head.factors(factors, terms[0], own)
-        g = turn(weights, own_labels, *_numbers(head, of_tiles[0], m, d, of_rows[2], factors, scale, terms))
+        by_nll = head.by_nll(factors, terms[0], own)
+        g = turn(weights, own_labels, *_numbers(head, of_tiles[0], m, d, of_rows[2], by_nll, scale, terms))
         more = gradients_of_layer(head, 0, wrt, g, hidden, weight, of_weight)
         by_rows = [more.pop("hidden")] if "hidden" in wrt else []
-        by_rows += _by_scale(params, factors, scale, terms).values()
+        by_rows += _by_scale(params, by_nll, scale, terms).values()
         results = [each[:count] for each in (*head.of_terms(terms, 1, own)[: 2 + head.return_entropy], *by_rows)]
         return more if sums is None else jax.tree.map(jnp.add, sums, more), results
 
