@@ -1,4 +1,4 @@
-"""The losses of a linear layer together with their gradients, where the factors of the rows are known, as a primitive.
+"""The losses of a linear layer together with their gradients, for a factor of each row, as a primitive.
 
     linear_cross_entropy_gradient  from a factor of each row: the results of `LossHead` or `PolicyHead`, which are the losses,
                                    the log-sum-exp or the log-probabilities, and the entropy if the head asks for it; and
