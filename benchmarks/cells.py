@@ -35,7 +35,7 @@ class Library:
         return function if self.implementation is None else functools.partial(function, implementation=self.implementation)
 
     def refuses(self, problem: Exception) -> bool:
-        """Whether an error is that the implementation which was asked for cannot run a call."""
+        """Tells whether an error is that the implementation which was asked for cannot run a call."""
         return isinstance(problem, NotImplementedError) and f"implementation={self.implementation!r}" in str(problem)
 
 
@@ -84,7 +84,7 @@ class Contender:
     compiler_options: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def missing(self) -> str | None:
-        """Why it cannot take part on this machine, or None."""
+        """Returns why it cannot take part on this machine, or None."""
         for module in self.needs:
             if importlib.util.find_spec(module) is None:
                 return f"{module}: not installed"
@@ -145,7 +145,7 @@ class Cell:
 
     @property
     def devices(self) -> int:
-        """How many ours runs on."""
+        """The number of devices that ours runs on."""
         return max(contender.devices for contender in self.contenders)
 
     @property

@@ -122,15 +122,15 @@ def policy_gradient_loss(
     log_p = _tokens(name, "log_p", log_p)
     like = {"old_log_p": old_log_p, "reference_log_p": reference_log_p, "entropy": entropy}
     like = {key: _shaped(name, key, array, log_p, "log_p") for key, array in like.items() if array is not None}
-    advantages = _of_tokens(name, advantages, log_p, "log_p")
+    advantages = _advantages(name, advantages, log_p, "log_p")
     where = _mask(name, "where", where, log_p)
     dtype = accumulator(log_p.dtype, advantages.dtype, *[array.dtype for array in like.values()])
     log_p, advantages = _counted(log_p, where, dtype), _counted(advantages, where, dtype)
     like = {key: _counted(array, where, dtype) for key, array in like.items()}
-    of_tokens = {"advantages": advantages, "old_log_p": like.get("old_log_p")}
+    of_tokens = like | {"advantages": advantages}
     weight = _weight(name, "kl_weight", kl_weight, "reference_log_p", reference_log_p, dtype)
     if weight is not None:
-        of_tokens |= {"kl_weight": weight, "reference_log_p": like["reference_log_p"]}
+        of_tokens["kl_weight"] = weight
     losses = policy_losses(log_p, of_tokens, low, high)
     weight = _weight(name, "entropy_weight", entropy_weight, "entropy", entropy, dtype)
     if weight is not None:
@@ -247,7 +247,7 @@ def linear_policy_gradient_loss(
     mask = _mask(name, "where", where, tokens)
     of_tokens = {"old_log_p": old_log_p, "reference_log_p": reference_log_p}
     of_tokens = {key: _shaped(name, key, array, tokens, "tokens") for key, array in of_tokens.items() if array is not None}
-    of_tokens["advantages"] = _of_tokens(name, advantages, tokens, "tokens")
+    of_tokens["advantages"] = _advantages(name, advantages, tokens, "tokens")
     of_divergence = _weight(name, "kl_weight", kl_weight, "reference_log_p", reference_log_p, kind)
     if of_divergence is None:
         of_tokens.pop("reference_log_p", None)
@@ -499,7 +499,7 @@ def _shaped(function: str, name: str, value: Any, like: jax.Array, of: str) -> j
     return array
 
 
-def _of_tokens(function: str, advantages: Any, like: jax.Array, of: str) -> jax.Array:
+def _advantages(function: str, advantages: Any, like: jax.Array, of: str) -> jax.Array:
     """Returns the advantages of tokens, in the shape of `like`, which is the argument `of`."""
     advantages = _real_array(function, "advantages", advantages)
     if advantages.shape not in (like.shape, like.shape[:-1]):

@@ -23,13 +23,14 @@ def policy_losses(log_p: jax.Array, of_tokens: Mapping[str, Any], low: float, hi
 
     Args:
       log_p: the log-probabilities.
-      of_tokens: `advantages`; `old_log_p`, or none for a ratio of 1; and `reference_log_p` and `kl_weight`, or none.
+      of_tokens: by name `advantages`; `old_log_p`, absent for a ratio of 1; and `reference_log_p` with `kl_weight`, absent if
+        the loss has no divergence. Other names have no influence.
       low: least logarithm of the ratio.
       high: largest logarithm of the ratio.
     """
-    old_log_p = log_p if of_tokens.get("old_log_p") is None else of_tokens["old_log_p"]
-    losses = _clipped(log_p - lax.stop_gradient(old_log_p), lax.stop_gradient(of_tokens["advantages"]), low, high)
-    if "reference_log_p" in of_tokens:
+    log_ratio = log_p - lax.stop_gradient(of_tokens.get("old_log_p", log_p))
+    losses = _clipped(log_ratio, lax.stop_gradient(of_tokens["advantages"]), low, high)
+    if "kl_weight" in of_tokens:
         d = lax.stop_gradient(of_tokens["reference_log_p"]) - log_p
         losses += of_tokens["kl_weight"] * (jnp.expm1(d) - d)
     return losses
